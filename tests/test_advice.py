@@ -1,5 +1,7 @@
 """What to do next: each piece of advice from facts made by hand, and from reports."""
 
+import re
+
 import pytest
 
 import rolltree as rt
@@ -185,3 +187,49 @@ def test_every_advice_names_a_page_and_a_heading_that_exist():
         file = ROOT / "docs" / page
         assert file.is_file(), name
         assert not anchor or anchor in anchors(file), name
+
+
+class Untidy(rt.SingleTurnEnv):
+    @rt.cleanup
+    async def tidy(self, state):
+        raise OSError("\x1b[31mno\u202ehandle")
+
+
+def test_a_cleanup_that_raises_is_named_without_its_control_characters():
+    env = Untidy(dataset=[{"question": "1?", "answer": "1"}], rubric=rt.Rubric([one]))
+    report = rt.evaluate(env, ScriptedClient(["x"]))
+    said = " ".join(each.text for each in report.advice)
+    assert "A cleanup of the environment raised in 1 of 1 rollouts" in said
+    assert "\x1b" not in said
+    assert "\u202e" not in said
+
+
+class Raises(rt.MultiTurnEnv):
+    async def env_response(self, messages, state):
+        raise ValueError("no board")
+
+
+def test_an_environment_that_raises_everywhere_gets_no_advice_about_the_model():
+    rows = [{"question": f"{at}?", "answer": "1"} for at in range(20)]
+    env = Raises(dataset=rows, rubric=rt.Rubric([nothing]))
+    report = rt.evaluate(env, ScriptedClient(lambda messages: "x"))
+    assert [each.rule for each in report.advice] == ["scoring"]
+
+
+def one(completion):
+    return 1.0
+
+
+def nothing(completion):
+    return 0.0
+
+
+def test_numbers_of_any_size_are_short():
+    found = advise(played([-1e99, 1e99], num_examples=30))
+    assert found
+    assert not re.search(r"\d{20}", " ".join(each.text for each in found))
+
+
+def test_one_example_is_one():
+    facts = played([0.5], num_examples=1)
+    assert not any("1 examples" in each["text"] for each in story(facts))

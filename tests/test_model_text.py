@@ -32,8 +32,8 @@ from rolltree.environments.parsers import (
     without_thinking,
 )
 from rolltree.environments.rubrics import MathRubric, Rubric
-from rolltree.environments.tools import RawToolCall, Toolset, answer_request
-from rolltree.inference import TOOL_PARSERS
+from rolltree.environments.tools import Toolset, answer_of, call_function
+from rolltree.inference import TOOL_PARSERS, ToolCall
 from rolltree.inference.completion import REASONING_TAGS, CompletionParser
 from rolltree.rollouts import RolloutEngine, build_requests
 from rolltree.rollouts.decode import decode_results, export_line
@@ -107,9 +107,10 @@ def test_parsers_read_any_text(text):
 @given(answers | arguments.map(json.dumps), st.sampled_from(TOOLS))
 async def test_any_arguments_end_in_an_answer(text, tool):
     tools = Toolset(TOOLS)
-    request = tools.read(RawToolCall("c", tool.__name__, text))
+    request = tools.read(ToolCall(tool.__name__, text, "c"))
     if request.problem is None:
-        answer = await answer_request(tools[tool.__name__], request, limit_s=60.0)
+        result = call_function(tools[tool.__name__], request.arguments, limit_s=60.0)
+        answer = await answer_of(request, result)
         assert len(answer.text) <= 1_000_100
         assert answer.text.encode()
 

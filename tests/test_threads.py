@@ -123,14 +123,14 @@ async def test_many_at_once_and_a_race_with_the_limit():
 
 
 async def test_an_exception_raised_at_the_very_end_does_not_come_out_of_the_thread(monkeypatch):
-    tell = threads._Work._tell
+    settle_as_usual = threads._Work._settle
 
-    def tell_and_stop(self, settle, value):
-        tell(self, settle, value)
+    def settle_and_stop(self, settle, value):
+        settle_as_usual(self, settle, value)
         ident = ctypes.c_ulong(threading.get_ident())  # met at one of the next bytecodes
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(ThreadInterrupt))
 
-    monkeypatch.setattr(threads._Work, "_tell", tell_and_stop)
+    monkeypatch.setattr(threads._Work, "_settle", settle_and_stop)
     unhandled = []
     monkeypatch.setattr(threading, "excepthook", unhandled.append)
     for number in range(20):

@@ -20,10 +20,10 @@ from string import ascii_uppercase
 from typing import Any
 
 import rolltree as rt
-from rolltree.agents import Agent, ParsedCalls, ToolAgent
+from rolltree.agents import Agent, ToolAgent
 from rolltree.agents.protocols import Budget, DelegatingProtocol, SubAgent, delegate_tool
 from rolltree.environments import ProtocolEnvironment
-from rolltree.environments.tools import RawToolCall
+from rolltree.inference import ToolCall, ToolCalls
 
 BOOK = dict(zip(ascii_uppercase, "39140826757163920485028461", strict=True))
 
@@ -40,11 +40,11 @@ class AskCalls:
     def instructions(self, tools: Any) -> str:
         return ""
 
-    def read(self, message: rt.ChatMessage) -> ParsedCalls:
+    def read(self, message: rt.ChatMessage) -> ToolCalls:
         text = str(message.get("content") or "")
         if len(text) != 1 or not text.isalpha():
-            return ParsedCalls()
-        return ParsedCalls((RawToolCall("", "ask", json.dumps({"task": text})),))
+            return ToolCalls(text)
+        return ToolCalls(text, (ToolCall("ask", json.dumps({"task": text})),))
 
     def write(self, answers: Any) -> list[rt.ChatMessage]:
         return [{"role": "user", "content": answer.text.strip()} for answer in answers]

@@ -102,7 +102,7 @@ def test_keys_that_rolltree_reads_are_its_own():
         if "verifiers" not in path.parts
         for name in read.findall(path.read_text(encoding="utf-8"))
     }
-    examples = {"found", "left"}  # in docstrings and the scaffold of a new environment
+    examples = {"won", "left"}  # in docstrings and the scaffold of a new environment
     examples.add("program")  # of ProgramEnv, which refuses such a column
     others = {"exp_avg", "exp_avg_sq", "step", "agent_s", "roles", "control", "launch_id"} | {
         "fields",

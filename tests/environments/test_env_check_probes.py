@@ -10,6 +10,7 @@ import rolltree as rt
 from rolltree.environments.check import counted, leak_rate
 from rolltree.environments.check_probes import MAX_CALLS, EndlessRollout, Probe, styles_of
 from rolltree.values.errors import UnsupportedSetting
+from rolltree.values.types import GenerateRequest
 
 answers = st.text(st.characters(categories=["L", "N"]), min_size=1, max_size=12)
 
@@ -60,7 +61,7 @@ async def test_a_probe_gives_up_on_endless_rollouts_and_starts_anew_per_session(
     assert (await probe.session().chat([])).message == {"role": "assistant", "content": "x"}
     assert len(probe.prompts) == 2
     with pytest.raises(UnsupportedSetting):
-        await probe.generate(None)
+        await probe.generate(GenerateRequest([1], rt.SamplingParams()))
 
 
 async def test_a_probe_hangs_and_fails_as_told():

@@ -12,7 +12,6 @@ from harbor_kit import TASKS, write_tasks
 import rolltree as rt
 from rolltree.environments.check import check_environment
 from rolltree.sandbox import Limits, LocalBackend, RunResult
-from rolltree.sandbox.harbor_env import harbor_verdict
 from rolltree.sandbox.harbor_tasks import read_task, read_tasks
 from rolltree.sandbox.harbor_worlds import verdict_on
 from rolltree.testing import ScriptedClient
@@ -106,7 +105,7 @@ def test_partial_rewards_of_a_json_file(tasks, sandboxed):
     assert state["harbor"]["rewards"] == {"reward": pytest.approx(2 / 3), "files": 2.0}
     assert play(only(tasks, "partial", reward_key="files"), "echo a > a")["reward"] == 1.0
     with pytest.raises(ConfigError, match="reward_key"):
-        only(tasks, "partial").harbor.reward_in({"rewards": {"speed": 1.0, "size": 2.0}})
+        only(tasks, "partial").harbor.reward_in({"speed": 1.0, "size": 2.0})
 
 
 CHEATS = {
@@ -138,7 +137,7 @@ def test_tests_that_write_no_reward_are_worth_nothing_and_seen(tasks, tmp_path, 
     state = play(rt.HarborEnv(task, world="sandbox"), "true")
     assert (state["reward"], state["metrics"]["judged"]) == (0.0, 0.0)
     assert state["harbor"]["problem"] == "the tests wrote no reward"
-    assert "what I saw" in state["harbor"]["said"]
+    assert "what I saw" in state["harbor"]["output"]
     (task / "tests/test.sh").write_text("#!/bin/bash\necho nan > /logs/verifier/reward.txt\n")
     state = play(rt.HarborEnv(task, world="sandbox"), "true")
     assert "not a finite number" in state["harbor"]["problem"]
@@ -181,8 +180,7 @@ async def test_a_spoiled_reward_is_worth_nothing_and_no_failure(name, tasks):
 
 async def test_a_reward_json_without_the_reward_is_worth_nothing_and_no_failure(tasks):
     left = Left(b'{"speed": 1, "size": 2}')
-    verdict = await verdict_on(left, read_task(tasks / "hello"))
-    found = harbor_verdict(verdict, only(tasks, "hello").harbor)
+    found = await only(tasks, "hello").harbor.judge(left, read_task(tasks / "hello"))
     assert found["reward"] == 0.0
     assert "Pass reward_key" in found["problem"]
 

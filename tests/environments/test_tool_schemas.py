@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rolltree.environments import Tool, convert_func_to_oai_tool
-from rolltree.environments.tools import ToolArgumentError, result_text
+from rolltree.environments.tools.tool import ToolArgumentError, result_text
 from rolltree.values.errors import ConfigError
 
 

@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import rolltree as rt
-from rolltree.gateway import SessionLimits, app
+from rolltree.gateway import SessionLimits, wire
 from rolltree.gateway.anthropic_messages import FIELDS, read_messages, write_message
 from rolltree.gateway.calls import AgentAnswer, AnswerHead
 from rolltree.gateway.messages import assistant, tool_call
@@ -504,7 +504,7 @@ async def test_models_are_listed_for_both_official_clients():
 
 
 async def test_a_silent_stream_is_kept_alive_by_pings(monkeypatch):
-    monkeypatch.setattr(app, "PING_S", 0.01)
+    monkeypatch.setattr(wire, "PING_S", 0.01)
     async with rt.gateway(ScriptedClient(["late"], delay_s=0.2)) as g, g.session() as s:
         body = {"model": "m", "max_tokens": 9, "messages": USER, "stream": True}
         async with httpx.AsyncClient() as client:

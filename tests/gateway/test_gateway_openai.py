@@ -11,8 +11,9 @@ from gateway_kit import ADD, calling, is_one_path, openai_agent, paths
 
 import rolltree as rt
 from rolltree.gateway.fields import read_fields
-from rolltree.gateway.openai_chat import TEXT_FIELDS
+from rolltree.gateway.openai_chat import CHAT_FIELDS, TEXT_FIELDS
 from rolltree.inference.chat import ChatRenderer
+from rolltree.inference.request_fields import FIELDS
 from rolltree.testing import ScriptedClient
 from rolltree.testing.tokenizer import ByteTokenizer
 from rolltree.web.guard import RequestError
@@ -163,6 +164,26 @@ async def test_ids_as_a_prompt():
         assert s.trajectory[0]["tokens"]["prompt_ids"] == list(b"abc")
 
 
+async def test_a_session_returns_the_ids_that_it_records():
+    client, ids = ScriptedClient(lambda prompt: "one"), {"return_token_ids": True}
+    async with rt.gateway(client) as g, g.session() as s, openai_agent(s) as agent:
+        several = await agent.completions.create(
+            model="m", prompt=["a", "b"], n=2, max_tokens=9, extra_body=ids
+        )
+        prompts = [choice.prompt_token_ids for choice in several.choices]
+        assert prompts == [[97], [97], [98], [98]]
+        assert [step["tokens"]["prompt_ids"] for step in s.trajectory] == prompts
+        assert (several.usage.prompt_tokens, several.usage.completion_tokens) == (2, 16)
+        chunks = await agent.chat.completions.create(
+            model="m", messages=[{"role": "user", "content": "?"}], stream=True, extra_body=ids
+        )
+        choices = [chunk.choices[0] async for chunk in chunks]
+        sampled = s.trajectory[-1]["tokens"]["completion_ids"]
+        assert [i for choice in choices for i in choice.token_ids] == sampled
+        with pytest.raises(openai.BadRequestError, match="several answers are not streamed"):
+            await agent.completions.create(model="m", prompt=["a", "b"], stream=True)
+
+
 async def test_models():
     async with rt.gateway(ScriptedClient(["x"])) as g, g.session() as s, openai_agent(s) as agent:
         assert [model.id async for model in await agent.models.list()] == ["scripted"]
@@ -215,6 +236,15 @@ def test_true_is_not_one_and_zero_is_not_false(field, value):
     else:
         # The model's server refuses it.
         assert read_fields({field: value}, TEXT_FIELDS)[1].extra == {field: value}
+
+
+def test_what_only_some_servers_do_is_left_to_them_and_defaults_are_not_sent():
+    asked = {"guided_json": {"type": "object"}, "ignore_eos": True, "use_beam_search": False}
+    defaults = {"length_penalty": 1, "echo": False, "user": "me", "skip_special_tokens": True}
+    extra = read_fields({**asked, **defaults}, CHAT_FIELDS)[1].extra
+    assert extra == {"guided_json": {"type": "object"}, "ignore_eos": True}
+    own = {"messages", "prompt", "model", "tools"}
+    assert (CHAT_FIELDS.keys() | TEXT_FIELDS.keys()) - own <= FIELDS.keys()
 
 
 async def test_what_the_engine_does_not_do_is_refused_by_the_engine():

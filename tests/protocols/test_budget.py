@@ -35,7 +35,7 @@ async def sizes(*calls):
 async def test_concurrent_calls_without_a_limit_sample_no_more_than_the_budget():
     client = client_of(max_tokens=100)
     assert await sizes(*(ask(client, "x" * 200) for _ in range(3))) == [100, *[BudgetSpent] * 2]
-    assert (client.num_tokens, client.num_calls) == (100, 1)
+    assert (client.spent.tokens, client.spent.calls) == (100, 1)
 
 
 @pytest.mark.parametrize("length", [200, 4])
@@ -44,7 +44,7 @@ async def test_concurrent_calls_share_what_the_others_leave(length):
     found = await sizes(*(ask(client, "x" * length, 40) for _ in range(3)))
     # The end of an answer is a token, too.
     assert found == ([40, 40, 20] if length == 200 else [5, 5, 5])
-    assert client.num_tokens == sum(found)
+    assert client.spent.tokens == sum(found)
 
 
 async def test_a_call_without_a_limit_leaves_what_it_does_not_use():
@@ -76,4 +76,4 @@ async def test_a_failed_or_cancelled_call_gives_back_what_it_reserved():
 async def test_a_call_that_waited_is_refused_when_the_calls_are_spent():
     client = client_of(max_tokens=100, max_calls=1)
     assert await sizes(ask(client, "a"), ask(client, "b")) == [2, BudgetSpent]
-    assert client.num_calls == 1
+    assert client.spent.calls == 1

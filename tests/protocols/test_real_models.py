@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from rolltree.agents import Agent, ParsedCalls
+from rolltree.agents import Agent
 from rolltree.agents.protocols import TurnProtocol
 from rolltree.agents.worlds import TurnGame, board_text
 from rolltree.environments import ProtocolEnvironment
 from rolltree.environments.parsers.actions import by_function
-from rolltree.environments.tools import RawToolCall
+from rolltree.inference import ToolCall, ToolCalls
 from rolltree.inference.local import local_client
 from rolltree.inference.models import load_model
 from rolltree.rollouts import RolloutEngine, build_requests
@@ -140,7 +140,7 @@ def length(state):
 
 
 def asks_always(self, message):
-    return ParsedCalls((RawToolCall("", "ask", '{"task": "K"}'),))
+    return ToolCalls("", (ToolCall("ask", '{"task": "K"}'),))
 
 
 def takes_cut_answers(make):

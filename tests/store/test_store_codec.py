@@ -8,6 +8,7 @@ import sys
 import threading
 from enum import StrEnum
 from types import MappingProxyType
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -207,3 +208,63 @@ def test_a_dict_that_another_thread_changes_can_be_stored():
         writing.join()
         gc.set_threshold(*thresholds)
         sys.setswitchinterval(pause_s)
+
+
+class Raising(dict):
+    def items(self):
+        raise OSError("away")
+
+
+class RaisingNumber(float):
+    def __float__(self):
+        raise OSError("away")
+
+
+def test_what_raises_when_it_is_read_costs_itself_only():
+    back = loads(dumps({"a": [1, Raising(b=1)], "c": RaisingNumber(0.5)}))
+    name = f"{__name__}.Raising (unreadable: OSError)"
+    assert back == {"a": [1, Opaque(name)], "c": 0.5}
+
+
+def test_values_that_know_each_other_have_an_end():
+    cells = [{"number": number} for number in range(30)]
+    for cell in cells:
+        cell["neighbours"] = cells
+    assert loads(dumps(cells)) == [
+        {"number": number, "neighbours": Opaque("list that was written before")}
+        for number in range(30)
+    ]
+
+
+def test_a_value_that_occurs_often_is_written_each_time():
+    shared = {"a": [1]}
+    assert loads(dumps([shared] * 5_000)) == [shared] * 5_000
+
+
+def test_many_short_lived_values_are_not_taken_for_one():
+    rows = [MappingProxyType({"number": number}) for number in range(30_000)]
+    assert loads(dumps(rows))[-1] == {"number": 29_999}
+
+
+def test_a_mock_and_a_class_of_models_are_opaque():
+    class Model:
+        def model_dump(self):
+            return {"a": 1}
+
+    assert loads(dumps([Mock(), Model, Model()])) == [
+        Opaque("unittest.mock.Mock"),
+        Opaque("builtins.type"),
+        {"a": 1},
+    ]
+
+
+def test_numbers_of_more_than_64_bits_become_doubles():
+    third = np.longdouble(1) / 3
+    back = loads(dumps([third, np.full(2, third)]))
+    assert back[0] == float(third)
+    assert back[1].dtype == np.float64
+    assert to_plain(np.full(2, third)) == [float(third)] * 2
+
+
+def test_masked_numbers_are_none():
+    assert loads(dumps(np.ma.array([1, 2], mask=[True, False]))) == [None, 2]

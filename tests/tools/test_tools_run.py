@@ -16,12 +16,11 @@ from rolltree.environments.tools import (
     ToolQuit,
     ToolTimeLimit,
     ToolUnavailable,
-    answer_request,
+    answer_of,
     call_function,
     in_process,
-    is_plain,
-    run_all,
 )
+from rolltree.environments.tools.run import is_plain, run_all
 from rolltree.values.errors import ConfigError
 from rolltree.values.steps import ToolRequest
 from wait_kit import until
@@ -111,14 +110,15 @@ async def test_a_tool_cannot_end_the_program_or_cancel_the_episode():
 
     for func in (quitting, quitting_too, cancelling):
         tool = Tool.of(func)
-        answer = await answer_request(tool, ToolRequest("1", tool.name, {}, "internal"))
+        request = ToolRequest("1", tool.name, {}, "internal")
+        answer = await answer_of(request, call_function(tool, {}))
         assert answer.error.type == ToolQuit.__name__, func
 
 
 async def test_answers_have_a_text_an_error_and_a_duration():
     tool = Tool.of(tool_functions.sleepy)
     request = ToolRequest("7", "sleepy", {"seconds": 0.01}, "internal")
-    answer = await answer_request(tool, request)
+    answer = await answer_of(request, call_function(tool, request.arguments))
     assert (answer.call_id, answer.name, answer.text, answer.error) == (
         "7",
         "sleepy",
@@ -126,7 +126,9 @@ async def test_answers_have_a_text_an_error_and_a_duration():
         None,
     )
     assert answer.duration_s >= 0.01
-    late = await answer_request(tool, request, limit_s=0.001, error_formatter=repr)
+    late = await answer_of(
+        request, call_function(tool, request.arguments, limit_s=0.001), error_formatter=repr
+    )
     assert late.error.type == "ToolTimeLimit"
     assert late.text.startswith("ToolTimeLimit(")
 

@@ -271,10 +271,10 @@ def commands(ranks, folder):
     for number, wanted in enumerate((data, big, {})):
         if ranks.leads:
             time.sleep(0.05 * number)
-            ranks.tell("command", wanted)
+            ranks.send("command", wanted)
             heard.append(True)
         else:
-            got = ranks.hear()
+            got = ranks.receive()
             same = [np.array_equal(got.data[key], wanted[key]) for key in wanted]
             heard.append(got.name == "command" and got.data.keys() == wanted.keys() and all(same))
     (total,) = ranks.total(np.array(heard, np.int64))

@@ -68,7 +68,7 @@ def together(config, ranks):
         follow(config, ranks)
         return None
     report = start(config, ranks=ranks)
-    ranks.tell(STOP)
+    ranks.send(STOP)
     return report
 
 
@@ -101,7 +101,7 @@ def corrupted(ranks, folder):
     try:
         together(config_of("plain", folder, "corrupted"), ranks)
     except TrainingError as error:
-        ranks.tell(STOP)
+        ranks.send(STOP)
         return str(error)
     finally:
         loop.renew_copy = wanted

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 from aiohttp.test_utils import make_mocked_request
@@ -10,7 +11,7 @@ from multidict import CIMultiDict
 
 from house.texts import SRC
 from rolltree.gateway.app import GatewayApp
-from rolltree.gateway.serve.app import Unauthorized
+from rolltree.gateway.serve import ServedModel, create_app
 from rolltree.gateway.server import Gateway
 from rolltree.insight.page.app import Guard
 from rolltree.scale.cluster.control import token_guard
@@ -30,9 +31,14 @@ def gateway():
     return GatewayApp(Gateway(ScriptedClient(lambda messages: ""), admin_key=TOKEN), [OWN])
 
 
+def serve(token, admin_token=None):
+    engine = SimpleNamespace(max_context=9)
+    return create_app(ServedModel(engine, None, "m"), token, admin_token=admin_token)
+
+
 SERVERS = {
-    "serve": ("/v1/models", lambda: Unauthorized(inside, TOKEN, None, ())),
-    "serve, admin": ("/pause", lambda: Unauthorized(inside, "other", TOKEN, ["/pause"])),
+    "serve": ("/v1/models", lambda: serve(TOKEN)),
+    "serve, admin": ("/resume", lambda: serve("other", TOKEN)),
     "page": ("/api/runs", lambda: Guard(inside, TOKEN, [OWN])),
     "gateway": ("/sessions", gateway),
     "vllm": ("/collective_rpc", lambda: RequireToken(inside)),
@@ -51,7 +57,8 @@ async def status_of(name, *headers):
         answer = await token_guard(TOKEN)(make_mocked_request("GET", "/x", given), handle)
         return answer.status
     path, make = SERVERS[name]
-    scope = {"type": "http", "method": "GET", "path": path, "headers": list(headers)}
+    method = "POST" if path == "/resume" else "GET"
+    scope = {"type": "http", "method": method, "path": path, "headers": list(headers)}
     sent = []
 
     async def send(message):

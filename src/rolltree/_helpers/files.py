@@ -115,11 +115,7 @@ def whole_file(target: str | Path, *, follow: bool = True) -> Iterator[Path]:
         return
     _remove_abandoned(final)
     part = _part_name(final)
-    fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
-    try:
-        # The lock says that the file is still being written. Some network disks have no locks.
-        with contextlib.suppress(OSError):
-            fcntl.flock(fd, fcntl.LOCK_EX)
+    with _being_written(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW) as fd:
         with contextlib.suppress(OSError):
             if odd_kind(final) is None:
                 # The new file gets the permissions of the old one.
@@ -128,11 +124,6 @@ def whole_file(target: str | Path, *, follow: bool = True) -> Iterator[Path]:
         os.fsync(fd)
         # Renamed only after the sync: after a crash the name must not lead to an empty file.
         part.replace(final)
-    except BaseException:  # Ctrl-C, too
-        part.unlink(missing_ok=True)
-        raise
-    finally:
-        os.close(fd)
 
 
 @contextlib.contextmanager
@@ -146,21 +137,12 @@ def whole_folder(target: str | Path) -> Iterator[Path]:
     _remove_abandoned(final)
     part = _part_name(final)
     part.mkdir()
-    fd = os.open(part, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        with contextlib.suppress(OSError):
-            fcntl.flock(fd, fcntl.LOCK_EX)
+    with _being_written(part, os.O_RDONLY | os.O_DIRECTORY):
         yield part
         for path in (*part.rglob("*"), part):
             sync(path)
         # `rename` replaces a folder only if it is empty.
         part.rename(final)
-    except BaseException:  # Ctrl-C, too
-        with contextlib.suppress(OSError):
-            remove(part)
-        raise
-    finally:
-        os.close(fd)
 
 
 def check_replaced(target: str | Path, is_own: Callable[[Path], bool]) -> None:
@@ -206,6 +188,23 @@ def remove(path: Path) -> None:
 
 def _part_name(final: Path) -> Path:
     return final.with_name(f".{final.name[:40]}.{os.getpid()}-{next(_numbers)}.part")
+
+
+@contextlib.contextmanager
+def _being_written(part: Path, flags: int) -> Iterator[int]:
+    """Yield a locked descriptor of a temporary file or folder, which is removed on a failure."""
+    fd = os.open(part, flags | os.O_CLOEXEC, 0o666)
+    try:
+        # The lock says that it is still being written. Some network disks have no locks.
+        with contextlib.suppress(OSError):
+            fcntl.flock(fd, fcntl.LOCK_EX)
+        yield fd
+    except BaseException:  # Ctrl-C, too
+        with contextlib.suppress(OSError):
+            remove(part)
+        raise
+    finally:
+        os.close(fd)
 
 
 def _remove_abandoned(final: Path) -> None:

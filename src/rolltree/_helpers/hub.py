@@ -60,8 +60,8 @@ def hub_name(name: str, kind: Literal["model", "dataset"] = "model") -> HubName 
     >>> hub_name("Qwen/Qwen3-0.6B@main")
     HubName(repo='Qwen/Qwen3-0.6B', revision='main', kind='model')
     """
-    found = _NAME.fullmatch(name)
-    return HubName(f"{found[1]}/{found[2]}", found[3], kind) if found else None
+    match = _NAME.fullmatch(name)
+    return HubName(f"{match[1]}/{match[2]}", match[3], kind) if match else None
 
 
 def hub_cache() -> Path:
@@ -113,7 +113,7 @@ def _snapshot(name: HubName, patterns: Sequence[str]) -> Path:
     try:
         # Progress bars go to stderr, where they would disturb a live view.
         with contextlib.redirect_stderr(io.StringIO()):
-            found = huggingface_hub.snapshot_download(
+            folder = huggingface_hub.snapshot_download(
                 name.repo,
                 revision=name.revision,
                 allow_patterns=list(patterns),
@@ -123,7 +123,7 @@ def _snapshot(name: HubName, patterns: Sequence[str]) -> Path:
     except Exception as error:
         why = str(error).strip().partition("\n")[0] if is_online else _why_offline()
         raise ConfigError(unavailable(name, f"{type(error).__name__}: {why}")) from error
-    return Path(found)
+    return Path(folder)
 
 
 def unavailable(name: HubName, why: str) -> str:
@@ -164,12 +164,12 @@ def answers() -> bool:
 
 @functools.cache
 def _reached(url: str) -> bool:
-    found: list[bool] = []
+    replies: list[bool] = []
     # In a thread that may be left behind: resolving a name has no time limit.
-    asking = Thread(target=lambda: found.append(_asked(url)), daemon=True, name="rolltree-hub")
+    asking = Thread(target=lambda: replies.append(_asked(url)), daemon=True, name="rolltree-hub")
     asking.start()
     asking.join(WAIT_S)
-    return bool(found) and found[0]
+    return bool(replies) and replies[0]
 
 
 def _asked(url: str) -> bool:

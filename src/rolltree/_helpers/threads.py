@@ -50,38 +50,38 @@ class _Work(Generic[T]):
     def _run(self) -> None:
         # It may be interrupted while it finishes, and the loop may be closed.
         with suppress(ThreadInterrupt, RuntimeError):
-            self._work_and_tell()
+            self._work_and_settle()
         while not self._is_over:
             with suppress(ThreadInterrupt), self._lock:
                 self._is_over = True
                 # A pending interrupt must not be raised after this, in the thread's own clean-up.
                 self._raise_in_thread(None)
 
-    def _work_and_tell(self) -> None:
+    def _work_and_settle(self) -> None:
         try:
             result = self._context.run(self._work)
         except StopIteration as error:
             # A future refuses it, and so its waiter would wait forever.
             lost = RuntimeError("the work raised StopIteration: an iterator had no more items")
             lost.__cause__ = error
-            self._tell(self.future.set_exception, lost)
+            self._settle(self.future.set_exception, lost)
         # Only the main thread gets the user's Ctrl-C, and nobody cancels a thread, so code raised
         # these itself. In the waiting task they would end the program.
         except (KeyboardInterrupt, asyncio.CancelledError) as error:
             lost = RuntimeError(f"the code raised {type(error).__name__} itself")
             lost.__cause__ = error
-            self._tell(self.future.set_exception, lost)
+            self._settle(self.future.set_exception, lost)
         except BaseException as error:  # noqa: BLE001  it is raised in the waiting task
-            self._tell(self.future.set_exception, error)
+            self._settle(self.future.set_exception, error)
         else:
-            self._tell(self.future.set_result, result)
+            self._settle(self.future.set_result, result)
 
-    def _tell(self, settle: Callable[[Any], None], value: Any) -> None:
-        def tell() -> None:
+    def _settle(self, settle: Callable[[Any], None], value: Any) -> None:
+        def set_if_waiting() -> None:
             if not self.future.done():
                 settle(value)
 
-        self._loop.call_soon_threadsafe(tell)
+        self._loop.call_soon_threadsafe(set_if_waiting)
 
     def _raise_in_thread(self, kind: type[BaseException] | None) -> None:
         """Have an exception raised in the thread; None cancels a pending one."""

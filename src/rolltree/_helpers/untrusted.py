@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 MAX_DEPTH = 100
-"""How deeply JSON that a model wrote may be nested."""
+"""How deeply JSON that a model wrote, and what is stored, may be nested."""
 _TOO_DEEP = f"it is nested deeper than {MAX_DEPTH} levels"
 
 
@@ -44,15 +44,15 @@ def _read(text: str, start: int, *, whole: bool = True) -> tuple[Any, int]:
     except RecursionError:
         raise ValueError(_TOO_DEEP) from None
     if text.count("[", start, end) + text.count("{", start, end) > MAX_DEPTH:
-        _check_depth(value)
+        check_depth(value)
     part = text if whole else text[start:end]
     if "\\u" in part or not is_well_formed(part):
         value = well_formed(value)
     return value, end
 
 
-def _check_depth(value: Any) -> None:
-    """Raise if a value is nested too deeply, without recursion."""
+def check_depth(value: Any) -> None:
+    """Raise `ValueError` if lists and dicts are nested too deeply, without recursion."""
     level = [value] if isinstance(value, dict | list) else []
     for _ in range(MAX_DEPTH):
         inner: list[Any] = []
@@ -124,7 +124,7 @@ def read_toml(text: str) -> dict[str, Any]:
         table = tomllib.loads(text)
     except RecursionError:
         raise ValueError(_TOO_DEEP) from None
-    _check_depth(table)
+    check_depth(table)
     return table
 
 
@@ -186,6 +186,6 @@ _HARMFUL = re.compile(
 )
 
 
-def _picture(found: re.Match[str]) -> str:
-    code = ord(found[0])
+def _picture(match: re.Match[str]) -> str:
+    code = ord(match[0])
     return chr(0x2400 + code) if code < 32 else "\u2421" if code == 127 else "\ufffd"

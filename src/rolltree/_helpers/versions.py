@@ -57,18 +57,18 @@ def version_problems(installed: Mapping[str, str]) -> list[str]:
     >>> version_problems({"peft": "0.99.0"})[0].partition(":")[0]
     'peft 0.99.0 is newer than the newest tested release, 0.21.2'
     """
-    found = []
+    problems = []
     for package, (oldest, _, newest) in TESTED.items():
         version = installed.get(package)
         if version is None:
             continue
         if _key(version) > _key(newest):
-            found.append(
+            problems.append(
                 f"{package} {version} is newer than the newest tested release, {newest}: if "
                 f"something fails, pip install '{package}=={newest}' first"
             )
         elif _key(version) < _key(oldest):
-            found.append(
+            problems.append(
                 f"{package} {version} is older than the oldest release that works, {oldest}: "
                 f"pip install --upgrade '{package}>={oldest}'"
             )
@@ -77,8 +77,8 @@ def version_problems(installed: Mapping[str, str]) -> list[str]:
         if one is None or other is None:
             continue
         if _key(pair.first) <= _key(one) < _key(pair.fixed) and _key(other) < _key(pair.below):
-            found.append(f"{pair.package} {one} does not fit {pair.beside} {other}: {pair.why}")
-    return found
+            problems.append(f"{pair.package} {one} does not fit {pair.beside} {other}: {pair.why}")
+    return problems
 
 
 def _key(version: str) -> tuple[int, ...]:

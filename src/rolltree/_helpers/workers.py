@@ -53,12 +53,14 @@ class WorkerDied(Exception):
     """The process was killed at a limit, or ended by itself, before it replied.
 
     `why` is "time", "memory" or "exit"; `status` is the exit status (negative: a signal's number),
-    and `said` the end of its standard output and error.
+    and `output` the end of its standard output and error.
     """
 
-    def __init__(self, why: Literal["time", "memory", "exit"], status: int | None, said: str):
-        super().__init__(f"the worker process ended ({why}, exit status {status}). {said}".strip())
-        self.why, self.status, self.said = why, status, said
+    def __init__(self, why: Literal["time", "memory", "exit"], status: int | None, output: str):
+        super().__init__(
+            f"the worker process ended ({why}, exit status {status}). {output}".strip()
+        )
+        self.why, self.status, self.output = why, status, output
 
 
 class WorkerCallError(Exception):
@@ -224,7 +226,7 @@ class _Worker:
     def __init__(self, target: str, memory_bytes: int | None, inherit_env: bool) -> None:
         lifeline, held = os.pipe()
         # A file, not a pipe: nothing reads it during the call, and a full pipe would block it.
-        said = tempfile.TemporaryFile()  # noqa: SIM115  open as long as the process is
+        output = tempfile.TemporaryFile()  # noqa: SIM115  open as long as the process is
         # The worker gets this process's `sys.path`, in which "" means the working directory.
         path = [folder or os.getcwd() for folder in sys.path]
         arguments = [target, str(lifeline), str(memory_bytes or 0), *path]
@@ -233,7 +235,7 @@ class _Worker:
                 [sys.executable, "-P", "-c", _BOOT, *arguments],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                stderr=said,
+                stderr=output,
                 pass_fds=(lifeline,),
                 env=None if inherit_env else _scrubbed(),
                 start_new_session=True,
@@ -241,7 +243,7 @@ class _Worker:
             )
         except BaseException:  # Ctrl-C, too
             os.close(held)
-            said.close()
+            output.close()
             raise
         finally:
             os.close(lifeline)
@@ -251,12 +253,12 @@ class _Worker:
         # Otherwise a worker that reads nothing could block the caller beyond its limit.
         os.set_blocking(self._to, False)
         os.set_blocking(self._from, False)
-        self._said_fd, self._said_before = said.fileno(), 0
+        self._output_fd, self._output_start = output.fileno(), 0
         self._readable, self._writable = select.poll(), select.poll()
         self._readable.register(self._from, select.POLLIN)
         self._writable.register(self._to, select.POLLOUT)
         self._owner = os.getpid()
-        self.end = weakref.finalize(self, _end, self._process, held, said, self._owner)
+        self.end = weakref.finalize(self, _end, self._process, held, output, self._owner)
         try:
             start = _Limit(START_LIMIT_S)
             start.begin(self._process.pid)
@@ -265,7 +267,7 @@ class _Worker:
             self.end()
             raise RuntimeError(
                 f"the worker process for {target} did not start (exit status {error.status}), so "
-                f"nothing can be called in it: {error.said or 'it printed nothing'}"
+                f"nothing can be called in it: {error.output or 'it printed nothing'}"
             ) from None
 
     def is_usable(self) -> bool:
@@ -281,10 +283,10 @@ class _Worker:
         if limit is not None:
             limit.begin(self._process.pid)
         # Both processes share the file position, so this is the end of the worker's output so far.
-        self._said_before = os.lseek(self._said_fd, 0, os.SEEK_CUR)
-        if self._said_before > MAX_OUTPUT_BYTES:
-            os.ftruncate(self._said_fd, 0)
-            self._said_before = os.lseek(self._said_fd, 0, os.SEEK_SET)
+        self._output_start = os.lseek(self._output_fd, 0, os.SEEK_CUR)
+        if self._output_start > MAX_OUTPUT_BYTES:
+            os.ftruncate(self._output_fd, 0)
+            self._output_start = os.lseek(self._output_fd, 0, os.SEEK_SET)
         self._send(memoryview(data), limit)
         reply: dict[str, Any] = json.loads(self._receive(limit))
         if reply.get("out_of_memory"):
@@ -322,15 +324,15 @@ class _Worker:
                 raise self._death()
             if left_s <= 0:
                 self.kill()
-                raise WorkerDied("time", None, self._said())
+                raise WorkerDied("time", None, self._output())
 
     def _death(self) -> WorkerDied:
-        return WorkerDied("exit", self._process.wait(), self._said())
+        return WorkerDied("exit", self._process.wait(), self._output())
 
-    def _said(self) -> str:
-        end = os.lseek(self._said_fd, 0, os.SEEK_END)
-        said = os.pread(self._said_fd, 2000, max(self._said_before, end - 2000))
-        return said.decode(errors="replace").strip()[-500:]
+    def _output(self) -> str:
+        end = os.lseek(self._output_fd, 0, os.SEEK_END)
+        output = os.pread(self._output_fd, 2000, max(self._output_start, end - 2000))
+        return output.decode(errors="replace").strip()[-500:]
 
 
 def _cpu_s(pid: int) -> float | None:
@@ -362,12 +364,12 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
         os.killpg(process.pid, signal.SIGKILL)
 
 
-def _end(process: subprocess.Popen[bytes], held: int, said: IO[bytes], owner: int) -> None:
+def _end(process: subprocess.Popen[bytes], held: int, output: IO[bytes], owner: int) -> None:
     if owner == os.getpid():
         _kill(process)
         process.wait()
     os.close(held)
-    for file in (process.stdin, process.stdout, said):
+    for file in (process.stdin, process.stdout, output):
         if file is not None:
             file.close()
 

@@ -11,7 +11,6 @@ from rolltree.agents.context import (
 from rolltree.agents.tool_agent import ReActAgent, ToolAgent
 from rolltree.agents.tool_calls import (
     NativeCalls,
-    ParsedCalls,
     ReActCalls,
     ToolCallFormat,
 )
@@ -25,7 +24,6 @@ __all__ = [
     "ReActCalls",
     "SlidingWindow",
     "ToolCallFormat",
-    "ParsedCalls",
     "SummaryCompaction",
     "ToolAgent",
     "TruncatedThinking",

@@ -38,11 +38,13 @@ class Ask(Protocol):
 
 
 class ContextStrategy(Protocol):
-    """Decides which part of an agent's history is sent to the model."""
+    """Decides which part of an agent's history is sent to the model; a subclass sends all of it."""
+
+    __slots__ = ()
 
     def view(self, history: Sequence[ChatMessage]) -> list[ChatMessage]:
         """Return the messages to send, without changing any."""
-        ...
+        return list(history)
 
     async def prepare(
         self, history: Sequence[ChatMessage], num_tokens: int, ask: Ask
@@ -51,32 +53,16 @@ class ContextStrategy(Protocol):
 
         `num_tokens` is the size of the last call's prompt and completion; 0 before the first call.
         """
-        ...
-
-
-class _Dialog:
-    """A strategy that changes nothing, as a base of others."""
-
-    __slots__ = ()
-
-    def view(self, history: Sequence[ChatMessage]) -> list[ChatMessage]:
-        """Return the whole history."""
-        return list(history)
-
-    async def prepare(
-        self, history: Sequence[ChatMessage], num_tokens: int, ask: Ask
-    ) -> Sequence[ChatMessage]:
-        """Return the history as it is."""
         return history
 
 
 @dataclass(frozen=True, slots=True)
-class FullDialog(_Dialog):
+class FullDialog(ContextStrategy):
     """The whole dialog. It is append-only, so each prompt extends the previous call exactly."""
 
 
 @dataclass(frozen=True, slots=True)
-class TruncatedThinking(_Dialog):
+class TruncatedThinking(ContextStrategy):
     """The dialog without the reasoning before the last user message.
 
     Reasoning is `reasoning_content`, and the text before `close`.
@@ -86,7 +72,8 @@ class TruncatedThinking(_Dialog):
 
     def view(self, history: Sequence[ChatMessage]) -> list[ChatMessage]:
         """Return the history with earlier assistant messages stripped."""
-        current = _last_user(history)
+        users = [n for n, message in enumerate(history) if message.get("role") == "user"]
+        current = users[-1] if users else 0
         return [
             self._stripped(message) if index < current else message
             for index, message in enumerate(history)
@@ -104,7 +91,7 @@ class TruncatedThinking(_Dialog):
 
 
 @dataclass(frozen=True, slots=True)
-class SlidingWindow(_Dialog):
+class SlidingWindow(ContextStrategy):
     """The system prompt, by default the first user message, and the last turns.
 
     A turn is a user message and the messages that follow it, so that no answer of a tool loses its
@@ -149,7 +136,7 @@ SUMMARIZE = (
 
 
 @dataclass(frozen=True, slots=True)
-class SummaryCompaction(_Dialog):
+class SummaryCompaction(ContextStrategy):
     """The dialog, until it is too long; then the model summarizes it and continues from there.
 
     The summary is a model call like any other: it continues the exact prefix, it is recorded as an
@@ -193,7 +180,3 @@ class SummaryCompaction(_Dialog):
         if is_waiting:
             text = f"{text}\n\n{text_of(history[-1])}"
         return [*history[:start], {"role": "user", "content": text}]
-
-
-def _last_user(history: Sequence[ChatMessage]) -> int:
-    return max((n for n, message in enumerate(history) if message.get("role") == "user"), default=0)

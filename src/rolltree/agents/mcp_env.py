@@ -27,8 +27,9 @@ from rolltree.values.types import State, ToolSchema
 logger = logging.getLogger("rolltree.environments")
 
 _CLOSE_S = 10.0
-_LIST_S = 30.0
 """How long a connection may take to close before it is cancelled, and after."""
+_LIST_S = 30.0
+"""How long a server may take to list its tools before it counts as busy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,8 +145,8 @@ class MCPConnection:
         if self._in_flight or self._closing.is_set():
             return False
         try:
-            is_gone: bool = await asyncio.wrap_future(self._submit(self._has_ended()))
-            return is_gone
+            # A server that does not answer in time may be busy.
+            return await asyncio.wrap_future(self._submit(self._lists())) is False
         except ToolUnavailable:
             return True
 
@@ -233,7 +234,7 @@ class MCPConnection:
             ) from error
         except ToolUnavailable as error:
             # The model's arguments may have made the call slow.
-            if not isinstance(error.__cause__, TimeoutError) or not await self._is_well():
+            if not isinstance(error.__cause__, TimeoutError) or not await self._lists():
                 raise self._lost(error) from error.__cause__
             return str(error), True
         return _result_text(result), bool(result.is_error)
@@ -243,25 +244,16 @@ class MCPConnection:
         self.is_lost, error.kind = True, "episode"
         return error
 
-    async def _is_well(self) -> bool:
-        """Whether the server still lists its tools (new versions of MCP have no ping)."""
+    async def _lists(self) -> bool | None:
+        """Whether the server lists its tools, as MCP has no ping any more; None: not in time."""
         try:
             async with asyncio.timeout(_LIST_S):
                 await self._opened.result().list_tools()
+        except TimeoutError:
+            return None
         except Exception:  # noqa: BLE001  transports raise their own
             return False
         return True
-
-    async def _has_ended(self) -> bool:
-        try:
-            async with asyncio.timeout(_LIST_S):
-                await self._opened.result().list_tools()
-        # It may be busy.
-        except TimeoutError:
-            return False
-        except Exception:  # noqa: BLE001  transports raise their own
-            return True
-        return False
 
     async def _guarded(self, work: Any, what: str) -> Any:
         from mcp import MCPError

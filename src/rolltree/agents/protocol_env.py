@@ -148,6 +148,7 @@ class ProtocolEnvironment(Environment):
             sampling_seed=None if seed is None else derive_seed(seed, "agents"),
             client=as_client(client, model or None),
             sampling=args,
+            # Messages, since only chats are allowed here.
             messages=state["prompt"],
             clocks=() if episode is None else (episode.clock,),
             max_seq_len=self.max_seq_len,
@@ -173,7 +174,7 @@ class ProtocolEnvironment(Environment):
             settle_state(state, input)
             await self._render_timing(state)
             await self._render_completion(state)
-            state["trajectory"].trim()
+            Trajectory.of(state.trajectory).trim()
         episode = current_episode()
         if episode is not None:
             episode.states[:] = [s for s in episode.states if s is not first] + states

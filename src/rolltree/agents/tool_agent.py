@@ -14,7 +14,14 @@ from typing import Any, TypeAlias
 
 from rolltree.agents.agent import Agent
 from rolltree.agents.tool_calls import NativeCalls, ReActCalls, ToolCallFormat
-from rolltree.environments.tools import RawToolCall, Tool, Toolset, answer_request, unreadable
+from rolltree.environments.tools import (
+    Tool,
+    Toolset,
+    answer_of,
+    call_function,
+    unreadable,
+)
+from rolltree.inference.tool_calls import ToolCall
 from rolltree.values.errors import ConfigError
 from rolltree.values.steps import (
     AgentStep,
@@ -95,16 +102,11 @@ class ToolAgent(Agent):
         missing = [stop for stop in self.tool_call_format.stop if stop not in self.sampling.stop]
         if missing:
             self.sampling = replace(self.sampling, stop=(*self.sampling.stop, *missing))
-        self._tell(self.tool_call_format.instructions(schemas))
-
-    def _tell(self, instructions: str) -> None:
-        """Append instructions to the system prompt."""
-        if not instructions:
-            return
-        if self.history and self.history[0]["role"] == "system":
+        instructions = self.tool_call_format.instructions(schemas)
+        if instructions and self.history and self.history[0]["role"] == "system":
             text = f"{self.history[0]['content']}\n\n{instructions}"
             self.history[0] = {**self.history[0], "content": text}
-        else:
+        elif instructions:
             self.history.insert(0, {"role": "system", "content": instructions})
 
     @property
@@ -240,9 +242,9 @@ class ToolAgent(Agent):
             self._say_answers(answers)
         return not external
 
-    def _request(self, call: RawToolCall, number: int) -> ToolRequest:
+    def _request(self, call: ToolCall, number: int) -> ToolRequest:
         # Text formats have no ids, by which answers are matched.
-        call = replace(call, call_id=call.call_id or f"call_{len(self.steps)}_{number}")
+        call = replace(call, id=call.id or f"call_{len(self.steps)}_{number}")
         if call.name in self.external_tools:
             return self.external_tools.read(call, scope="external")
         return self.tools.read(call, others=self.external_tools)
@@ -250,12 +252,9 @@ class ToolAgent(Agent):
     async def _answer_own(self, request: ToolRequest) -> ToolAnswer:
         if request.problem is not None:
             return ToolAnswer(request.call_id, request.name, request.problem)
-        return await answer_request(
-            self.tools[request.name],
-            request,
-            limit_s=self.tool_limit_s,
-            error_formatter=self.error_formatter,
-        )
+        tool, arguments = self.tools[request.name], request.arguments or {}
+        result = call_function(tool, arguments, limit_s=self.tool_limit_s)
+        return await answer_of(request, result, self.error_formatter)
 
     def _say_answers(self, answers: Sequence[ToolAnswer]) -> None:
         answers = list(answers)

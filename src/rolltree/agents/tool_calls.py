@@ -10,22 +10,14 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 from rolltree._helpers.untrusted import read_json_start
 from rolltree.environments.parsers import text_of
-from rolltree.environments.tools import RawToolCall, raw_tool_calls
+from rolltree.environments.tools import raw_tool_calls
+from rolltree.inference.tool_calls import ToolCall, ToolCalls
 from rolltree.values.steps import ToolAnswer
 from rolltree.values.types import ChatMessage, ToolSchema
-
-
-@dataclass(frozen=True, slots=True)
-class ParsedCalls:
-    """A parsed message: its calls, and why some parts could not be parsed as calls."""
-
-    calls: tuple[RawToolCall, ...] = ()
-    problems: tuple[str, ...] = ()
 
 
 class ToolCallFormat(Protocol):
@@ -44,7 +36,7 @@ class ToolCallFormat(Protocol):
         """Return the part of the system prompt about the tools, or ""."""
         ...
 
-    def read(self, message: ChatMessage) -> ParsedCalls:
+    def read(self, message: ChatMessage) -> ToolCalls:
         """Return the calls in an assistant message."""
         ...
 
@@ -75,10 +67,10 @@ class NativeCalls:
         """Return nothing, since the template describes the tools."""
         return ""
 
-    def read(self, message: ChatMessage) -> ParsedCalls:
+    def read(self, message: ChatMessage) -> ToolCalls:
         """Read `tool_calls` and `parse_problems`."""
         problems = tuple(message.get("parse_problems") or ())
-        return ParsedCalls(tuple(raw_tool_calls(message)), problems)
+        return ToolCalls(text_of(message), tuple(raw_tool_calls(message)), problems)
 
     def write(self, answers: Sequence[ToolAnswer]) -> list[ChatMessage]:
         """Return one tool message per answer."""
@@ -135,19 +127,18 @@ class ReActCalls:
             lines.append(f"- {function['name']}({json.dumps(properties)}): {about}")
         return _REACT.format(tools="\n".join(lines))
 
-    def read(self, message: ChatMessage) -> ParsedCalls:
+    def read(self, message: ChatMessage) -> ToolCalls:
         """Read the first action, unless a final answer comes before it."""
         text = text_of(message)
-        found = _ACTION.search(text)
+        action = _ACTION.search(text)
         final = text.find(_FINAL)
         # A model may invent a further round after its final answer.
-        if found is None or 0 <= final < found.start():
-            return ParsedCalls()
-        given = _INPUT.search(text, found.end())
+        if action is None or 0 <= final < action.start():
+            return ToolCalls(text)
+        given = _INPUT.search(text, action.end())
         if given is None:
-            return ParsedCalls(
-                problems=("an Action needs a line 'Action Input:' with a JSON object",)
-            )
+            problem = "an Action needs a line 'Action Input:' with a JSON object"
+            return ToolCalls(text, problems=(problem,))
         body = text[given.end() :].strip()
         try:
             # Text after the arguments is an observation that the model invented.
@@ -155,7 +146,7 @@ class ReActCalls:
         except ValueError:
             # The error is reported when the arguments are read.
             end = len(body)
-        return ParsedCalls((RawToolCall("", found[1].strip(" \t"), body[:end]),))
+        return ToolCalls(text, (ToolCall(action[1].strip(" \t"), body[:end]),))
 
     def write(self, answers: Sequence[ToolAnswer]) -> list[ChatMessage]:
         """Return one user message with the observations."""

@@ -18,7 +18,6 @@ from rolltree.agents.protocols import SingleAgentProtocol
 from rolltree.agents.worlds import (
     GymWorld,
     OpenEnvWorld,
-    StepOutcome,
     TextArenaWorld,
     action_reader,
 )
@@ -28,7 +27,7 @@ from rolltree.agents.worlds.open_env import ToAction, ToText, observation_text
 from rolltree.agents.worlds.textarena_game import game_maker
 from rolltree.environments.parsers.actions import ActionParser, as_text
 from rolltree.values.errors import ConfigError
-from rolltree.values.types import Info, RolloutInput
+from rolltree.values.types import RolloutInput
 
 _NO_LIMIT = 2**31
 
@@ -43,8 +42,7 @@ class WorldEnv(ProtocolEnvironment):
 
     Args:
         world: returns a new `rolltree.agents.worlds.World` for a row; it is seeded with
-        `state["seed"]`
-            and closed after the rollout.
+            `state["seed"]` and closed after the rollout.
         max_turns: maximum number of model calls; a rollout that reaches it unfinished is truncated
             for "max_steps". -1: no limit.
         action_parser: reads the action from an answer; by default the answer is the action.
@@ -74,8 +72,7 @@ class WorldEnv(ProtocolEnvironment):
 
 
 class GymEnv(WorldEnv):
-    """Play any `gymnasium.Env` that can be played by text, through
-    `rolltree.agents.worlds.GymWorld`.
+    """Play a `gymnasium.Env` by text, through `rolltree.agents.worlds.GymWorld`.
 
     If an answer is not an action, the model is told; this costs a turn and does not change the
     world.
@@ -191,8 +188,8 @@ class OpenEnv(WorldEnv):
                 f"max_sessions is {max_sessions}; no episode could begin. Use 1 or more."
             )
 
-        def make(row: RolloutInput | None = None) -> OpenEnvWorld:
-            info = None if row is None else row.get("info")
+        def make(row: Mapping[str, Any], slot: asyncio.Semaphore | None = None) -> OpenEnvWorld:
+            info = row.get("info")
             own = (info.get("reset") if isinstance(info, Mapping) else None) or {}
             return OpenEnvWorld(
                 url,
@@ -201,50 +198,24 @@ class OpenEnv(WorldEnv):
                 reset_args={**(reset_args or {}), **own},
                 headers=headers,
                 message_limit_s=message_limit_s,
+                slot=slot,
             )
 
         # A wrong address must raise now instead of in every rollout.
-        make()
+        make({})
         self.max_sessions = max_sessions
         # A semaphore belongs to one event loop.
         self._slots: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = (
             WeakKeyDictionary()
         )
         settings.setdefault("env_id", "openenv")
-        super().__init__(lambda row: _OneOf(make(row), self._slot()), **settings)
+        super().__init__(lambda row: make(row, self._slot()), **settings)
 
     def _slot(self) -> asyncio.Semaphore | None:
         if self.max_sessions is None:
             return None
         loop = asyncio.get_running_loop()
         return self._slots.setdefault(loop, asyncio.Semaphore(self.max_sessions))
-
-
-class _OneOf:
-    """A world whose `reset` waits until one of a limited number of sessions is free."""
-
-    in_thread = False
-
-    def __init__(self, world: OpenEnvWorld, slot: asyncio.Semaphore | None) -> None:
-        self._world, self._slot = world, slot
-        self._is_held = False
-
-    async def reset(self, *, seed: int | None = None) -> tuple[str, Info]:
-        if self._slot is not None and not self._is_held:
-            await self._slot.acquire()
-            self._is_held = True
-        return await self._world.reset(seed=seed)
-
-    async def step(self, action: Any) -> StepOutcome:
-        return await self._world.step(action)
-
-    async def close(self) -> None:
-        try:
-            await self._world.close()
-        finally:
-            if self._slot is not None and self._is_held:
-                self._is_held = False
-                self._slot.release()
 
 
 def _maker(in_thread: bool, make: Callable[[], Adapter]) -> MakeWorld:

@@ -18,8 +18,8 @@ class _Commands(UserDict[str, Any]):
         command = self.data[name]
         if isinstance(command, wings.Wing):
             command = self.data[name] = command.load(name)
-        found: click.Command = command
-        return found
+        loaded: click.Command = command
+        return loaded
 
 
 class WingGroup(click.Group):

@@ -35,11 +35,13 @@ def show_page(page: str | None) -> None:
 def _section(text: str, anchor: str) -> str:
     """Return the section whose heading has this anchor, with its subsections."""
     headings = list(_HEADING.finditer(text))
-    for found in headings:
-        if _anchor(found[2]) == anchor:
-            rest = (each for each in headings if each.start() > found.start())
-            end = next((each.start() for each in rest if len(each[1]) <= len(found[1])), len(text))
-            return text[found.start() : end]
+    for heading in headings:
+        if _anchor(heading[2]) == anchor:
+            rest = (each for each in headings if each.start() > heading.start())
+            end = next(
+                (each.start() for each in rest if len(each[1]) <= len(heading[1])), len(text)
+            )
+            return text[heading.start() : end]
     raise UnknownName(
         f"the page has no section {anchor!r}. Write one of: "
         f"{', '.join(_anchor(each[2]) for each in headings)}."

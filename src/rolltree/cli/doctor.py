@@ -33,8 +33,8 @@ def examine(as_json: bool, no_measure: bool) -> None:
         echo("loading a model, and measuring it for ten seconds", error=True)
     speed = None if no_measure else _measured(machine)
     if as_json:
-        found = asdict(machine) | {"speed": speed, "config": config, "advice": _advice(machine)}
-        echo_json(found)
+        data = asdict(machine) | {"speed": speed, "config": config, "advice": _advice(machine)}
+        echo_json(data)
         return
     for name, value in _facts(machine, speed, config):
         echo(f"{name:<12} {value}")
@@ -78,12 +78,12 @@ def _facts(
     num = algorithm["groups_per_step"] * algorithm["group_size"]
     tokens = num * sampling["max_tokens"]
     step_s = tokens / speed["sampled_per_s"] + tokens / speed["trained_per_s"]
-    said = (
+    rate = (
         f"{speed['model']} on the {speed['device']}: {speed['sampled_per_s']:,.0f} tokens sampled "
         f"and {speed['trained_per_s']:,.0f} trained a second"
     )
     estimate = f"{num} answers of {sampling['max_tokens']} tokens: about {step_s:,.0f} s a step"
-    return [*facts, ("speed", said), ("", estimate)]
+    return [*facts, ("speed", rate), ("", estimate)]
 
 
 def _echo_extras(machine: Host) -> None:
@@ -91,8 +91,8 @@ def _echo_extras(machine: Host) -> None:
 
     for extra, (_, what) in PROVIDES.items():
         absent = machine.missing.get(extra)
-        said = "installed" if absent is None else f"pip install 'rolltree[{extra}]' adds it"
-        echo(f"{extra:<12} {what}: {said}")
+        state = "installed" if absent is None else f"pip install 'rolltree[{extra}]' adds it"
+        echo(f"{extra:<12} {what}: {state}")
     echo("")
 
 
@@ -101,23 +101,23 @@ def _advice(machine: Host) -> list[str]:
     from rolltree._helpers.machine import CPU_TORCH_COMMAND, GIB
     from rolltree._helpers.versions import version_problems
 
-    found = []
+    advice = []
     if machine.torch is None:
         first = "" if machine.gpus else f"{CPU_TORCH_COMMAND} (pip may bring 5 GB of CUDA), then "
-        found.append(f"models here and training need torch: {first}pip install 'rolltree[train]'")
+        advice.append(f"models here and training need torch: {first}pip install 'rolltree[train]'")
     elif machine.gpus and machine.torch_cuda is None:
-        found.append(
+        advice.append(
             "this machine has a GPU, but torch is a CPU build: install the build for its driver "
             "(pytorch.org), or training stays on the CPU"
         )
     elif not machine.gpus and machine.torch_cuda is not None:
-        found.append(
+        advice.append(
             "torch is built for CUDA, and there is no GPU: it works, and its packages take some "
             f"5 GB; {CPU_TORCH_COMMAND} --force-reinstall frees them"
         )
     if machine.free_disk_bytes < 5 * GIB:
-        found.append("less than 5 GiB are free here: checkpoints of a 135M model take 1.6 GB each")
-    return [*found, *version_problems(machine.versions)]
+        advice.append("less than 5 GiB are free here: checkpoints of a 135M model take 1.6 GB each")
+    return [*advice, *version_problems(machine.versions)]
 
 
 def _measured(machine: Host) -> dict[str, Any]:

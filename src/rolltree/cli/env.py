@@ -68,8 +68,10 @@ def check_contract(
             echo(f"{finding.check}: {finding.message}")
         for note in report.notes:
             echo(f"note: {note}")
-        said = f"{num} fault{'s' * (num > 1)}" if (num := len(report.findings)) else "no faults"
-        echo(f"{report.env_id}: {said} in {len(CHECKS)} checks on {report.num_examples} examples")
+        verdict = f"{num} fault{'s' * (num > 1)}" if (num := len(report.findings)) else "no faults"
+        echo(
+            f"{report.env_id}: {verdict} in {len(CHECKS)} checks on {report.num_examples} examples"
+        )
     # CI must fail if the environment does.
     if report.findings:
         raise click.exceptions.Exit(1)

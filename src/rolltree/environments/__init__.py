@@ -19,13 +19,17 @@ if TYPE_CHECKING:
     from rolltree.agents.world_env import OpenEnv as OpenEnv
     from rolltree.agents.world_env import TextArenaEnv as TextArenaEnv
     from rolltree.agents.world_env import WorldEnv as WorldEnv
-    from rolltree.environments.batch_runner import GenerateMetadata, GenerateResults
-    from rolltree.environments.code_hashes import changed_code
-    from rolltree.environments.dataset import Rows
+    from rolltree.environments.batch_runner import GenerateMetadata as GenerateMetadata
+    from rolltree.environments.batch_runner import GenerateResults as GenerateResults
+    from rolltree.environments.code_hashes import changed_code as changed_code
+    from rolltree.environments.dataset import Rows as Rows
     from rolltree.environments.env_group import EnvGroup as EnvGroup
-    from rolltree.environments.environment import Environment
-    from rolltree.environments.lifecycle import cleanup, stop, teardown
-    from rolltree.environments.multiturn import MultiTurnEnv, SingleTurnEnv
+    from rolltree.environments.environment import Environment as Environment
+    from rolltree.environments.lifecycle import cleanup as cleanup
+    from rolltree.environments.lifecycle import stop as stop
+    from rolltree.environments.lifecycle import teardown as teardown
+    from rolltree.environments.multiturn import MultiTurnEnv as MultiTurnEnv
+    from rolltree.environments.multiturn import SingleTurnEnv as SingleTurnEnv
     from rolltree.environments.project import eval_defaults as eval_defaults
     from rolltree.environments.project import own_max_tokens as own_max_tokens
     from rolltree.environments.project import train_config_file as train_config_file
@@ -33,7 +37,7 @@ if TYPE_CHECKING:
     from rolltree.environments.registry import known_environments as known_environments
     from rolltree.environments.registry import load_environment as load_environment
     from rolltree.environments.registry import load_object as load_object
-    from rolltree.environments.scoring import score_episode
+    from rolltree.environments.scoring import score_episode as score_episode
     from rolltree.environments.tool_env import StatefulToolEnv as StatefulToolEnv
     from rolltree.environments.tool_env import ToolEnv as ToolEnv
     from rolltree.environments.tools import Tool as Tool
@@ -60,40 +64,4 @@ _MODULES = {
 }
 __getattr__ = loader(__name__, _MODULES)
 
-__all__ = [
-    "EnvGroup",
-    "Environment",
-    "GenerateMetadata",
-    "GenerateResults",
-    "GymEnv",
-    "HarborEnv",
-    "MCPEnv",
-    "MCPServer",
-    "MultiTurnEnv",
-    "OpenEnv",
-    "ReasoningGymEnv",
-    "ProtocolEnvironment",
-    "PythonEnv",
-    "Rows",
-    "SandboxEnv",
-    "SingleTurnEnv",
-    "StatefulToolEnv",
-    "TextArenaEnv",
-    "Tool",
-    "ToolEnv",
-    "ToolUnavailable",
-    "WorldEnv",
-    "changed_code",
-    "cleanup",
-    "convert_func_to_oai_tool",
-    "eval_defaults",
-    "find_environment",
-    "known_environments",
-    "load_environment",
-    "load_object",
-    "own_max_tokens",
-    "score_episode",
-    "stop",
-    "teardown",
-    "train_config_file",
-]
+__all__ = sorted(" ".join(_MODULES.values()).split())

@@ -13,6 +13,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 from rolltree._helpers.finished import Finished
@@ -51,6 +52,14 @@ from rolltree.values.types import (
     as_input,
 )
 
+AT_THE_BEGINNING: Mapping[str, Any] = MappingProxyType(
+    {
+        **dict.fromkeys(("is_completed", "terminated", "truncated"), False),
+        **dict.fromkeys(("stop_condition", "truncation_reason", "error")),
+        **dict.fromkeys(("completion", "reward", "advantage", "metrics")),
+    }
+)
+"""Values of a state before its rollout is over: hooks can read them without a default."""
 _MANY = 200
 """More requests than this are made in a thread, since making them would block the event loop."""
 
@@ -129,7 +138,7 @@ class GenerateResults(Finished):
     def _repr_html_(self) -> str:
         """Return the rollouts as a table for a notebook."""
         rows = [
-            (state["example_id"], state["task"], state["reward"], len(state["trajectory"]))
+            (state.example_id, state.task, state.reward, len(state.trajectory))
             for state in self.state
         ]
         return html_table(repr(self), ("example", "task", "reward", "calls"), rows)
@@ -272,8 +281,8 @@ class BatchRunner(ABC):
             with contained():
                 states = await self.rollouts(request.input, OpenAIView(client), client.model, args)
             for state in states:
-                # An override may have assigned a plain list, or anything.
-                if not isinstance(dict.get(state, "trajectory"), list):
+                # An override, or a cleanup, may have assigned a plain list, or anything.
+                if not isinstance(dict.get(state, "trajectory"), Trajectory):
                     settle_state(state, request.input)
                 state.trajectory = Trajectory.of(state.trajectory)
         except Exception as error:  # noqa: BLE001  an overridden rollout() may raise: it is data
@@ -489,20 +498,11 @@ def _empty_state(request: RolloutRequest) -> State:
     """Return a state for an episode that failed before it had one."""
     return State(
         input=dict(request.input),
-        is_completed=False,
-        stop_condition=None,
         oai_tools=[],
         trajectory=Trajectory(),
-        completion=None,
-        reward=None,
-        advantage=None,
-        metrics=None,
         timing=None,
-        error=None,
-        terminated=False,
-        truncated=False,
-        truncation_reason=None,
         seed=request.seed,
+        **AT_THE_BEGINNING,
     )
 
 

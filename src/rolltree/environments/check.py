@@ -66,7 +66,7 @@ class ContractFinding:
     message: str
 
 
-Found = tuple[str, str]
+Finding = tuple[str, str]
 """The two fields of a finding."""
 
 
@@ -139,9 +139,9 @@ async def check_environment_async(
     )
 
 
-def row_findings(first: Environment, second: Environment, num_examples: int) -> list[Found]:
+def row_findings(first: Environment, second: Environment, num_examples: int) -> list[Finding]:
     """Return the findings about the rows of two instances of one environment."""
-    findings = list[Found]()
+    findings = list[Finding]()
     splits = [("training", first.own_rows("train"), second.own_rows("train"))]
     splits.append(("evaluation", first.own_rows("eval"), second.own_rows("eval")))
     for name, rows, again in splits:
@@ -208,22 +208,22 @@ class _Check:
         self.best_style: Style = str
         self.means: dict[str, float] = {}
         self.notes: list[str] = []
-        self.findings: list[Found] = []
+        self.findings: list[Finding] = []
         self._rewards: set[float] = set()
         self._prompts: dict[int, str] = {}
 
-    async def score_findings(self) -> list[Found]:
+    async def score_findings(self) -> list[Finding]:
         """Return the findings about the rewards of the probes."""
         await self._find_style()
         empty = max(await self._mean("empty", ""), await self._mean("bare", self.best_style("")))
         if empty > self._share(EMPTY_LIMIT):
-            self._found("empty-scores", f"an empty answer earns {empty:.2f} on average")
+            self._add("empty-scores", f"an empty answer earns {empty:.2f} on average")
         common = [answer for answer, _ in Counter(filter(None, self.answers)).most_common(2)]
         for constant in dict.fromkeys([*_CONSTANTS, *common]):
             for text in dict.fromkeys([constant, self.best_style(constant)]):
                 earned = await self._mean(f"always {text!r}", text)
                 if earned > self._share(GUESS_LIMIT):
-                    self._found(
+                    self._add(
                         "constant-scores", f"always saying {text!r} earns {earned:.2f} on average"
                     )
         await self._guesses()
@@ -232,7 +232,7 @@ class _Check:
             for text in dict.fromkeys([hostile, self.best_style(hostile), in_tags(hostile)]):
                 await self._mean(name, text, keep=False)
         if len(self._rewards) == 1 and any(self.answers):
-            self._found(
+            self._add(
                 "constant-reward",
                 f"every probe earns {self._rewards.pop():.2f}, the reference answer too",
             )
@@ -266,7 +266,7 @@ class _Check:
         everything = " ".join([*known, *map(str, range(101))])
         replies: dict[str, Any] = {
             "repeating the prompt": _echo,
-            "repeating the prompt in the format": lambda said: self.best_style(_echo(said)),
+            "repeating the prompt in the format": lambda messages: self.best_style(_echo(messages)),
         }
         if len(known) > 1:
             replies["listing every answer"] = everything
@@ -274,9 +274,9 @@ class _Check:
         for name, reply in replies.items():
             earned = await self._mean(name, reply)
             if earned > self._share(GUESS_LIMIT):
-                self._found("guessing-scores", f"{name} earns {earned:.2f} on average")
+                self._add("guessing-scores", f"{name} earns {earned:.2f} on average")
 
-    def leak_findings(self) -> list[Found]:
+    def leak_findings(self) -> list[Finding]:
         """Return a finding if the prompts that were sent contain their own answers."""
         shown = [(self._prompts.get(i, ""), a) for i, a in enumerate(self.answers) if a]
         own, other = leak_rate(shown)
@@ -303,18 +303,18 @@ class _Check:
     def _note(self, name: str, state: State) -> None:
         error, reward = state.error, state.reward
         if error is not None and error.type == EndlessRollout.__name__:
-            self._found("never-ends", f"{error.message}; set max_turns or a @stop condition")
+            self._add("never-ends", f"{error.message}; set max_turns or a @stop condition")
         elif error is not None and error.phase == "scoring":
-            self._found("scoring-fails", f"({name}) {error.type}: {error.message}")
+            self._add("scoring-fails", f"({name}) {error.type}: {error.message}")
         elif error is not None:
-            self._found("rollout-fails", f"({name}) {error.type}: {error.message}")
+            self._add("rollout-fails", f"({name}) {error.type}: {error.message}")
         elif reward is None:
-            self._found("scoring-fails", f"({name}) the rollout has no reward and no error")
+            self._add("scoring-fails", f"({name}) the rollout has no reward and no error")
         else:
             self._note_raised(name, state)
             self._rewards.add(reward)
             if not self.low <= reward <= self.high:
-                self._found(
+                self._add(
                     "reward-range",
                     f"a reward is {reward:g}, outside of {self.low:g} to {self.high:g}: a rubric "
                     "adds up its functions, and weights=[0.7, 0.3] bounds the sum",
@@ -327,9 +327,9 @@ class _Check:
             ("scoring-fails", "scoring_errors"),
         ):
             for error in (state.get(key) or {}).values():
-                self._found(check, f"({name}) {error['type']}: {error['message']}")
+                self._add(check, f"({name}) {error['type']}: {error['message']}")
 
-    def _found(self, check: str, message: str) -> None:
+    def _add(self, check: str, message: str) -> None:
         same = [found for found in self.findings if found[0] == check]
         # Every probe may fail the same check; three examples are enough.
         if len(same) < 3 and (check, message) not in same:
@@ -341,36 +341,32 @@ class _Check:
 
 async def play(env: Environment, rows: Any, index: int, probe: Probe) -> State:
     """Play one row as every run does, and return its state."""
-    return await _generate(env, rows.select([index]), probe)
-
-
-async def _generate(env: Environment, row: Any, probe: Probe) -> State:
-    """Play one row with `Environment.generate`, which records errors that verifiers' raises."""
-    # A fixed seed: a finding must be reproducible.
-    results = await Environment.generate(env, list(row), probe, seed=1)
+    # Not the method of an environment for verifiers, which raises the rollout's error. A fixed
+    # seed: a finding must be reproducible.
+    results = await Environment.generate(env, [rows[index]], probe, seed=1)
     return results.state[0]
 
 
 async def _repeat_findings(
     first: Environment, second: Environment, num_examples: int, style: Style
-) -> list[Found]:
+) -> list[Finding]:
     """Play rows repeatedly with the same seed and reply, in the same and in another instance."""
     rows, again = first.get_eval_dataset(num_examples), second.get_eval_dataset(num_examples)
     for index in range(min(4, len(rows), len(again))):
         reply = style(str(rows[index].get("answer") or "1"))
-        told = [
-            _told(await play(env, data, index, Probe(reply)))
+        outcomes = [
+            _outcome_of(await play(env, data, index, Probe(reply)))
             for env, data in ((first, rows), (first, rows), (second, again))
         ]
-        if told[0] != told[1] or told[0] != told[2]:
-            which = next(key for key in told[0] if len({str(t[key]) for t in told}) > 1)
-            shown = " / ".join(dict.fromkeys(str(t[which])[:80] for t in told))
+        if outcomes[0] != outcomes[1] or outcomes[0] != outcomes[2]:
+            which = next(key for key in outcomes[0] if len({str(o[key]) for o in outcomes}) > 1)
+            shown = " / ".join(dict.fromkeys(str(o[which])[:80] for o in outcomes))
             what = f"two rollouts of one row, seed and reply differ in {which}: {shown}"
             return [("nondeterministic", what)]
     return []
 
 
-def _told(state: State) -> dict[str, Any]:
+def _outcome_of(state: State) -> dict[str, Any]:
     return {key: state.get(key) for key in ("prompt", "completion", "metrics", "reward")}
 
 
@@ -385,14 +381,14 @@ def _all_text(prompt: tuple[Any, Any]) -> str:
     return "\n".join([*(str(m.get("content") or "") for m in messages), str(list(tools) or "")])
 
 
-async def lifecycle_findings(env: Environment) -> list[Found]:
+async def lifecycle_findings(env: Environment) -> list[Finding]:
     """Play one row to its end, with a failing model call, and with a cancellation."""
     rows = env.get_eval_dataset(1)
-    findings: list[Found] = []
+    findings: list[Finding] = []
     failure = ServerError("the model server is down (a probe)", status=500, retryable=False)
     for name, probe in {"a rollout": Probe("1"), "a failed rollout": Probe(error=failure)}.items():
         with counted(env) as counts:
-            state = await _generate(env, rows, probe)
+            state = await play(env, rows, 0, probe)
         findings += _count_findings(env, counts, name)
         for error in state.get("cleanup_errors") or ():
             findings.append(("cleanup-raises", f"{error['type']}: {error['message']}"))
@@ -449,7 +445,7 @@ async def _cancelled(env: Environment) -> bool:
     return probe.is_asked.is_set()
 
 
-def _count_findings(env: Environment, counts: Counter[str], name: str) -> list[Found]:
+def _count_findings(env: Environment, counts: Counter[str], name: str) -> list[Finding]:
     return [
         ("cleanup-count", f"{handler.__name__} ran {counts[handler.__name__]} times in {name}")
         for handler in env._cleanup_handlers

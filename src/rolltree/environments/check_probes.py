@@ -3,25 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+
 from rolltree.environments.parsers import Parser, XMLParser
+from rolltree.inference.call import ModelCall
+from rolltree.inference.client_base import ClientBase
 from rolltree.values.errors import RolltreeError, UnsupportedSetting
-from rolltree.values.types import (
-    ErrorKind,
-    FinishReason,
-    GenerateRequest,
-    Messages,
-    MessageType,
-    ModelResponse,
-    SamplingParams,
-    ToolSchema,
-)
+from rolltree.values.types import ErrorKind, FinishReason, Messages, ModelResponse, ToolSchema
 
 MAX_CALLS = 100
-_call_ids = itertools.count()
 
 HOSTILE_ANSWERS = {
     "a number too long to read": "9" * 5000,
@@ -41,7 +34,7 @@ class EndlessRollout(RolltreeError):
     kind: ErrorKind = "machine"
 
 
-class Probe:
+class Probe(ClientBase):
     """A model client that answers every call with `reply`: a text, or a function of the prompt.
 
     `prompts` holds the first prompt of each rollout with its tools. With `error` every call raises
@@ -67,49 +60,29 @@ class Probe:
         self._num_calls = 0
         return self
 
-    async def chat(
-        self,
-        messages: Messages,
-        *,
-        tools: Sequence[ToolSchema] | None = None,
-        sampling: SamplingParams = SamplingParams(),  # noqa: B008  (frozen)
-        model: str | None = None,
-        message_type: MessageType = "chat",
-    ) -> ModelResponse:
+    async def call(self, call: ModelCall) -> ModelResponse:
         """Return the reply.
 
         Raises:
             EndlessRollout: at call 101 of one rollout.
+            UnsupportedSetting: the prompt is ids.
         """
+        if isinstance(call.prompt, np.ndarray):
+            raise UnsupportedSetting("a probe answers chats only; it has no tokenizer.")
         self._num_calls += 1
         self.is_asked.set()
         if self._num_calls == 1:
-            self.prompts.append((messages, tools or ()))
+            self.prompts.append((call.prompt, call.tools or ()))
         if self._num_calls > MAX_CALLS:
             raise EndlessRollout(f"the rollout has made {MAX_CALLS} model calls and goes on")
         if self._hang:
             await asyncio.Event().wait()
         if self._error is not None:
             raise self._error
-        text = self._reply(messages) if callable(self._reply) else self._reply
-        return ModelResponse(
-            message={"role": "assistant", "content": text},
-            text=text,
-            finish_reason=FinishReason.STOP,
-            prompt_ids=None,
-            completion_ids=None,
-            logprobs=None,
-            versions=None,
-            temperature=sampling.temperature,
-            call_id=next(_call_ids),
-        )
-
-    async def generate(self, request: GenerateRequest) -> ModelResponse:
-        """Refuse: a probe has no tokens."""
-        raise UnsupportedSetting("a probe answers chats only; it has no tokenizer.")
-
-    async def aclose(self) -> None:
-        """Do nothing: there is nothing to release."""
+        text = self._reply(call.prompt) if callable(self._reply) else self._reply
+        message = {"role": "assistant", "content": text}
+        temperature = call.sampling.temperature
+        return ModelResponse(message, text, FinishReason.STOP, temperature=temperature)
 
 
 def styles_of(parser: Parser) -> dict[str, Style]:

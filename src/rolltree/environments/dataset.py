@@ -278,10 +278,6 @@ def _read_jsonl(path: Path) -> list[Row]:
     return rows
 
 
-def _read_parquet(path: Path) -> Any:
-    return datasets_package(f"the Parquet file {path}").Dataset.from_parquet(str(path))
-
-
 def datasets_package(what: str) -> Any:
     """Return the module `datasets`, which `what` needs.
 
@@ -293,7 +289,7 @@ def datasets_package(what: str) -> Any:
 
 _READERS: dict[str, Callable[[Path], Any]] = {
     ".jsonl": _read_jsonl,
-    ".parquet": _read_parquet,
+    ".parquet": lambda path: datasets_package(f"the file {path}").Dataset.from_parquet(str(path)),
 }
 
 

@@ -19,8 +19,8 @@ from dataclasses import replace
 from types import CoroutineType
 from typing import Any, ClassVar
 
-from rolltree._helpers.tasks import being_cancelled, contained, finish
-from rolltree.environments.batch_runner import BatchRunner
+from rolltree._helpers.tasks import being_cancelled, contained, finish, undo_own_cancellation
+from rolltree.environments.batch_runner import AT_THE_BEGINNING, BatchRunner
 from rolltree.environments.completion import render_completion
 from rolltree.environments.dataset import Data, RowFormat
 from rolltree.environments.lifecycle import (
@@ -42,6 +42,7 @@ from rolltree.rollouts import derive_seed, merge_args
 from rolltree.rollouts.requests import current_episode
 from rolltree.tokens import Trajectory, record_call
 from rolltree.values.errors import ConfigError, PromptTooLong, record_error, refuse_unknown
+from rolltree.values.state import OF_CLEANUP
 from rolltree.values.types import (
     OVERLONG_PROMPT,
     ChatMessage,
@@ -232,26 +233,16 @@ class Environment(BatchRunner):
         row.setdefault("example_id", 0)
         state = self.state_type(input=row)
         state.began_s = time.monotonic()
-        # All keys exist from the beginning, so that hooks can read them without a default.
         state.update(
             client=openai_view(client),
             model=model or getattr(client, "model", ""),
             sampling_args=sampling_args,
-            is_completed=False,
-            stop_condition=None,
             oai_tools=self.tools_for(row),
             trajectory=Trajectory(),
-            completion=None,
-            reward=None,
-            advantage=None,
-            metrics=None,
             timing=RolloutTiming(
                 generation_ms=0.0, scoring_ms=0.0, total_ms=0.0, start_time=time.time()
             ),
-            error=None,
-            terminated=False,
-            truncated=False,
-            truncation_reason=None,
+            **AT_THE_BEGINNING,
         )
         episode = current_episode()
         if episode is not None:
@@ -431,8 +422,8 @@ class Environment(BatchRunner):
             state.truncation_reason = reason
 
     async def _render_timing(self, state: State) -> None:
-        timing: RolloutTiming = state["timing"]
-        began_s = getattr(state, "began_s", None)
+        timing: RolloutTiming = state.timing
+        began_s = state.began_s
         # A state that an environment made or copied has no `began_s`.
         if began_s is None:
             timing["generation_ms"] = max(0.0, time.time() - timing["start_time"]) * 1000.0
@@ -467,41 +458,35 @@ class Environment(BatchRunner):
         A handler that raises does not keep the others from running; its error is in
         `state["cleanup_errors"]`.
         """
-        if state.cleaned_up or not self._cleanup_handlers:
+        # Nothing but True, since an environment may have put anything there.
+        if state.cleaned_up is True or not self._cleanup_handlers:
             return
         # Set before the handlers run, so that the engine does not run a cancelled one again.
         state.cleaned_up = True
         # A cancelled rollout still has to give back its sandbox, container or connection.
         await finish(self._run_cleanup(state))
+        state.cleaned_up = True  # a handler may have cleared the state
 
     async def _run_cleanup(self, state: State) -> None:
         for handler in self._cleanup_handlers:
-            try:
-                # Cancellation waits for cleanups, so one that hangs would keep the whole run from
-                # ending.
-                async with asyncio.timeout(CLEANUP_LIMIT_S):
-                    with contained():
-                        await maybe_await(handler, state)
-            except (Exception, asyncio.CancelledError) as error:
-                # Recorded; the other handlers must still run. A TaskGroup whose task raised leaves
-                # the look of a cancellation behind (Python 3.11 and 3.12).
-                if isinstance(error, asyncio.CancelledError) and being_cancelled():
-                    raise
+            # Cancellation waits for cleanups, so one that hangs would keep the whole run from
+            # ending.
+            error = await _failure_in(handler, state, limit_s=CLEANUP_LIMIT_S)
+            if error is not None:
                 logger.warning("cleanup %s of %s failed: %s", handler.__name__, self.env_id, error)
-                state.setdefault("cleanup_errors", []).append(
-                    record_error(error, "cleanup").as_dict()
-                )
+                failure = record_error(error, "cleanup").as_dict()
+                known, raised = map(state.get, ("cleanup_errors", "environment_errors"))
+                state["cleanup_errors"] = [*(known if type(known) is list else ()), failure]
+                # Where the reports and the narrator look.
+                kept = raised if type(raised) is dict else {}
+                state["environment_errors"] = {OF_CLEANUP: failure, **kept}
 
     async def _teardown(self) -> None:
         for handler in self._teardown_handlers:
-            try:
-                with contained():
-                    await maybe_await(handler)
-            except (Exception, asyncio.CancelledError) as error:
-                # Logged; the other handlers must still run.
-                if isinstance(error, asyncio.CancelledError) and being_cancelled():
-                    raise
-                logger.exception("teardown %s of %s failed", handler.__name__, self.env_id)
+            error = await _failure_in(handler)
+            if error is not None:
+                name = handler.__name__
+                logger.error("teardown %s of %s failed", name, self.env_id, exc_info=error)
 
     async def aclose(self) -> None:
         """Run every `@teardown`, once. Called automatically when the process ends."""
@@ -537,9 +522,31 @@ async def maybe_await(hook: Callable[..., Any], *args: Any) -> Any:
     return value
 
 
+async def _failure_in(
+    handler: Callable[..., Any], *args: Any, limit_s: float | None = None
+) -> BaseException | None:
+    """Call a cleanup or a teardown, and return its error: the other handlers must still run."""
+    try:
+        async with asyncio.timeout(limit_s):
+            with contained():
+                await maybe_await(handler, *args)
+            await undo_own_cancellation()
+    except (Exception, asyncio.CancelledError) as error:
+        # A TaskGroup whose task raised leaves the look of a cancellation behind (Python 3.11 and
+        # 3.12).
+        if isinstance(error, asyncio.CancelledError) and being_cancelled():
+            raise
+        return error
+    return None
+
+
 def is_overlong(response: Any) -> bool:
     """Whether a response answers nothing: the prompt was too long for the model."""
     if isinstance(response, ModelResponse):  # first: nearly all are
         return response.id == OVERLONG_PROMPT
-    given = response.get("id") if isinstance(response, Mapping) else response
-    return (given if isinstance(given, str) else getattr(given, "id", None)) == OVERLONG_PROMPT
+    try:
+        given = response.get("id") if isinstance(response, Mapping) else response
+        said = given if isinstance(given, str) else getattr(given, "id", None)
+        return isinstance(said, str) and said == OVERLONG_PROMPT
+    except Exception:  # noqa: BLE001  what an override returned may raise when it is read
+        return False

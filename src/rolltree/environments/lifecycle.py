@@ -20,13 +20,16 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any, Literal, Protocol, TypeAlias, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, overload
 
 from rolltree._helpers.tasks import Terminated
 from rolltree.inference.client import may_follow
 from rolltree.values.errors import ModelError, record_error
 from rolltree.values.state import OF_ENVIRONMENT
 from rolltree.values.types import ErrorRecord, State, TruncationReason
+
+if TYPE_CHECKING:
+    from rolltree.environments.environment import Environment
 
 Role: TypeAlias = Literal["stop", "cleanup", "teardown"]
 F = TypeVar("F", bound=Callable[..., Any])
@@ -116,18 +119,10 @@ def discover(cls: type) -> dict[Role, tuple[tuple[str, Mark], ...]]:
 logger = logging.getLogger("rolltree.environments")
 
 
-class Closable(Protocol):
-    """An object with a teardown."""
-
-    async def aclose(self) -> None:
-        """Run the teardown once."""
-        ...
+_open: dict[int, Environment] = {}
 
 
-_open: dict[int, Closable] = {}
-
-
-def register(environment: Closable) -> None:
+def register(environment: Environment) -> None:
     """Close `environment` when the process ends, unless it was closed before."""
     # Only with the first environment: importing rolltree must not change anything in a program.
     if not _open:
@@ -147,7 +142,7 @@ def watch() -> None:
         signal.signal(signal.SIGTERM, _exit_on_signal)
 
 
-def forget(environment: Closable) -> None:
+def forget(environment: Environment) -> None:
     """Remove a closed environment."""
     _open.pop(id(environment), None)
 

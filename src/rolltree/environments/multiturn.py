@@ -28,11 +28,12 @@ from rolltree.rollouts import merge_args
 from rolltree.rollouts.requests import current_episode
 from rolltree.rollouts.settle import settle_state
 from rolltree.tokens import Trajectory, check_steps, num_call_tokens
-from rolltree.values.errors import ConfigError, message_of
+from rolltree.values.errors import ConfigError, ModelError, message_of
 from rolltree.values.seeds import CallSeeds
 from rolltree.values.types import (
     Messages,
     MessageType,
+    ModelResponse,
     RolloutInput,
     SamplingArgs,
     State,
@@ -83,7 +84,7 @@ class MultiTurnEnv(Environment):
     @stop(priority=100, truncates=TruncationReason.MAX_SEQ_LEN)
     async def prompt_too_long(self, state: State) -> bool:
         """The prompt did not fit the model's context window."""
-        return bool(state.get("prompt_too_long", False))
+        return bool(state.prompt_too_long)
 
     @stop(priority=50)
     async def has_final_env_response(self, state: State) -> bool:
@@ -197,7 +198,9 @@ class MultiTurnEnv(Environment):
         is_own = not isinstance(session, OpenAIView)
         check_steps(state.trajectory)
         while not await self.is_completed(state):
-            before = self._stop_inputs(state)
+            # rolltree's own conditions only read the state, so evaluating them twice has no effect.
+            compares = self.ends_in_env_response and not self._asks_own_conditions
+            before = _StopInputs(self, state) if compares else None
             prompt = await self.get_prompt_messages(state)
             # Either hook may have replaced the trajectory.
             try:
@@ -224,9 +227,7 @@ class MultiTurnEnv(Environment):
                     )
                 except Exception as error:
                     # An override may raise after it has got an answer.
-                    episode = current_episode()
-                    if episode is not None and episode.clock.num_answered:
-                        state.was_answered = True
+                    state.was_answered = state.was_answered or _has_answers()
                     problem = _problem_of(prompt, state.oai_tools, self.message_type)
                     if state.is_answered and problem:
                         raise unsendable_error(self, problem) from error
@@ -239,18 +240,20 @@ class MultiTurnEnv(Environment):
                 if response is None or isinstance(response, str):
                     raise wrong_response_error(self, response)
                 overrides = type(self).add_model_response is not Environment.add_model_response
-                with in_phase("environment" if overrides else "model"):
-                    await self.add_model_response(state, prompt, response)
+                try:
+                    with in_phase("environment" if overrides else "model"):
+                        await self.add_model_response(state, prompt, response)
+                except Exception as error:
+                    # What a server sent is the server's; what an override made of it is not.
+                    if isinstance(response, ModelResponse) or not _has_answers():
+                        raise
+                    if overrides and not isinstance(error, ModelError):
+                        raise
+                    raise wrong_response_error(self, response) from error
         # An override of `is_completed` ended the rollout.
         if not state.is_completed:
             state.is_completed = True
             self._settle_ending(state)
-
-    def _stop_inputs(self, state: State) -> _StopInputs | None:
-        # rolltree's own conditions only read the state, so evaluating them twice has no effect.
-        if self._asks_own_conditions or not self.ends_in_env_response:
-            return None
-        return _StopInputs(self, state)
 
     async def _end_refused(self, state: State, prompt: Messages, error: Exception) -> None:
         """End a rollout as truncated, since its next request is refused."""
@@ -277,6 +280,12 @@ class MultiTurnEnv(Environment):
             await self._render_completion(state)
 
 
+def _has_answers() -> bool:
+    """Whether a model has answered a call of the current episode."""
+    episode = current_episode()
+    return episode is not None and episode.clock.num_answered > 0
+
+
 def _as_messages(answer: Any) -> Any:
     """Return a text as a user's message, and one message as a list of it."""
     if isinstance(answer, str):
@@ -284,8 +293,8 @@ def _as_messages(answer: Any) -> Any:
     return [answer] if isinstance(answer, Mapping) else answer
 
 
-def _follows(said: Messages, answer: Any) -> bool:
-    if isinstance(said, str):
+def _follows(messages: Messages, answer: Any) -> bool:
+    if isinstance(messages, str):
         return isinstance(answer, str)
     return isinstance(answer, list | tuple) and all(isinstance(m, Mapping) for m in answer)
 
@@ -330,23 +339,31 @@ def unsendable_error(environment: MultiTurnEnv, problem: str) -> ConfigError:
 
 def wrong_response_error(environment: MultiTurnEnv, response: Any) -> ConfigError:
     """Return the error for a `get_model_response` that returned no response."""
+    known = {type(None): "None", str: "a text"}
+    found = known.get(type(response), f"a {type(response).__name__}, not a response")
     error = ConfigError(
         f"{type(environment).__name__}.get_model_response of {environment.env_id!r} returned "
-        f"{'None' if response is None else 'a text'}, so there is no answer to record. Return the "
-        "response, perhaps in a branch that some answers take."
+        f"{found}, so there is no answer to record. Return the response, perhaps in a branch that "
+        "some answers take."
     )
     error.kind = "episode"
     return error
 
 
-def invalid_response_error(environment: MultiTurnEnv, said: Messages, answer: Any) -> ConfigError:
-    """Return the error for an `env_response` whose `answer` cannot follow the messages `said`."""
-    parts = list(dict.fromkeys(type(part).__name__ for part in answer)) if _holds(answer) else []
+def invalid_response_error(
+    environment: MultiTurnEnv, messages: Messages, answer: Any
+) -> ConfigError:
+    """Return the error for an `env_response` whose `answer` cannot follow `messages`."""
+    parts = (
+        list(dict.fromkeys(type(part).__name__ for part in answer))
+        if isinstance(answer, list | tuple)
+        else []
+    )
     kinds = f" ({', '.join(parts[:4])})" if parts else ""
     found = "None" if answer is None else f"a {type(answer).__name__}{kinds}"
     wanted = (
         "a string, as the prompt is one"
-        if isinstance(said, str)
+        if isinstance(messages, str)
         else 'a list of messages, such as [{"role": "user", "content": "..."}]'
     )
     more = "; change the state in place, without returning it" if isinstance(answer, tuple) else ""
@@ -357,10 +374,6 @@ def invalid_response_error(environment: MultiTurnEnv, said: Messages, answer: An
     # It may have no branch for what the model wrote, or return a part of it.
     error.kind = "episode"
     return error
-
-
-def _holds(answer: Any) -> bool:
-    return isinstance(answer, list | tuple)
 
 
 class SingleTurnEnv(MultiTurnEnv):

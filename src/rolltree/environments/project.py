@@ -1,6 +1,7 @@
 """The settings in an environment's folder: evaluation defaults and a training config.
 
-The defaults are in its pyproject.toml (`[tool.verifiers.eval]`), the config is `train.toml`.
+The defaults are in its pyproject.toml (`[tool.rolltree.eval]` or `[tool.verifiers.eval]`), the
+config is `train.toml`.
 """
 
 from __future__ import annotations

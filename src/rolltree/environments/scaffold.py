@@ -73,7 +73,7 @@ SYSTEM = "Find the number. Say one number per turn, in this form:\\n<guess>\\n..
 
 class Game(rt.MultiTurnEnv):
     async def setup_state(self, state: rt.State) -> rt.State:
-        state["found"] = False
+        state["won"] = False
         return state
 
     async def env_response(self, messages: rt.Messages, state: rt.State) -> rt.Messages:
@@ -85,16 +85,16 @@ class Game(rt.MultiTurnEnv):
         return [{{"role": "user", "content": hint}}]
 
     @rt.stop
-    async def found(self, state: rt.State) -> bool:
+    async def won(self, state: rt.State) -> bool:
         steps = state["trajectory"]
-        said = self.parser.parse_answer(steps[-1]["completion"]) if steps else None
-        state["found"] = said == state["answer"]
-        return bool(state["found"])
+        guess = self.parser.parse_answer(steps[-1]["completion"]) if steps else None
+        state["won"] = guess == state["answer"]
+        return bool(state["won"])
 
 
 @rt.run_inline
 def win(state: rt.State) -> float:
-    return float(state["found"])
+    return float(state["won"])
 
 
 def load_environment(num_train: int = 500, num_eval: int = 100, seed: int = 0) -> rt.Environment:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import nullcontext
 
-from rolltree._helpers.tasks import contained
+from rolltree._helpers.tasks import contained, undo_own_cancellation
 from rolltree.environments.rubrics import Rubric, settle_rewards, write_failure
 from rolltree.rollouts import current_episode
 from rolltree.rollouts.settle import KeptParts, settle_state
@@ -29,6 +29,8 @@ async def score_episode(rubric: Rubric, states: Sequence[State]) -> None:
             try:
                 with contained():
                     await rubric.score_rollout(state)
+                if not is_own:
+                    await undo_own_cancellation()
                 settle_rewards(state, rubric)
                 if before is not None:
                     before.settle()

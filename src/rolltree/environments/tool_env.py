@@ -17,7 +17,6 @@ from rolltree.environments.environment import maybe_await
 from rolltree.environments.lifecycle import stop
 from rolltree.environments.multiturn import MultiTurnEnv
 from rolltree.environments.tools import (
-    RawToolCall,
     Tool,
     Toolset,
     answer_of,
@@ -25,6 +24,7 @@ from rolltree.environments.tools import (
     raw_tool_calls,
     unreadable,
 )
+from rolltree.inference.tool_calls import ToolCall
 from rolltree.values.errors import ConfigError, did_you_mean
 from rolltree.values.steps import ToolRequest
 from rolltree.values.types import ChatMessage, Messages, State
@@ -171,7 +171,7 @@ class ToolEnv(MultiTurnEnv):
 _STATE: ContextVar[State] = ContextVar("rolltree_tool_state", default=State())  # noqa: B039
 
 
-def _calls_of(messages: Messages) -> list[RawToolCall]:
+def _calls_of(messages: Messages) -> list[ToolCall]:
     """Return the tool calls of the last message, if the model wrote it."""
     return [] if isinstance(messages, str) or not messages else raw_tool_calls(messages[-1])
 

@@ -15,12 +15,14 @@ from typing import Any
 
 from rolltree._helpers.untrusted import encode_json, read_json
 from rolltree.gateway.calls import AgentAnswer, AgentCall, AnswerDelta, AnswerHead
+from rolltree.gateway.failures import Failure
 from rolltree.gateway.fields import (
     NO_EFFECT,
     READ,
     Field,
     disobeyed,
     each,
+    flag,
     model_in,
     only,
     passed,
@@ -37,9 +39,7 @@ from rolltree.gateway.messages import (
     tool_call,
     unsupported_part,
 )
-from rolltree.gateway.protocol import WireProtocol, data_event
-from rolltree.gateway.serve.requests import Failure, flag
-from rolltree.gateway.session import GatewaySession
+from rolltree.gateway.protocol import Answering, WireProtocol, data_event
 from rolltree.values.types import ChatMessage, FinishReason, SamplingParams, ToolSchema
 from rolltree.web.guard import RequestError
 
@@ -132,7 +132,7 @@ _ERROR_TYPES = {
 # -- requests ------------------------------------------------------------------------------------
 
 
-def read_messages(body: Mapping[str, Any], session: GatewaySession) -> AgentCall:
+def read_messages(body: Mapping[str, Any], session: Answering) -> AgentCall:
     """Return the call that a body of `messages` asks for."""
     given, asked = read_fields(body, FIELDS)
     _check_context(given.get("context_management", {}))
@@ -151,10 +151,10 @@ def read_messages(body: Mapping[str, Any], session: GatewaySession) -> AgentCall
 
 
 async def count_tokens(
-    session: GatewaySession, body: Mapping[str, Any], params: Mapping[str, str]
+    session: Answering, body: Mapping[str, Any], params: Mapping[str, str]
 ) -> dict[str, Any]:
     """Answer `messages/count_tokens`."""
-    return {"input_tokens": session.count_tokens(read_messages(body, session))}
+    return {"input_tokens": await session.count_tokens(read_messages(body, session))}
 
 
 def _thinking(value: object) -> str:
@@ -198,11 +198,11 @@ def _tools_and_choice(
     given: Mapping[str, Any],
 ) -> tuple[tuple[ToolSchema, ...], dict[str, Any]]:
     """Return the tools that the prompt offers, and the settings of a forced choice, if any."""
-    found = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(tools_in(given))]
+    tools = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(tools_in(given))]
     choice, _ = read_part(given.get("tool_choice", {"type": "auto"}), _CHOICE, "tool_choice")
     kind, forced = choice.get("type"), dict[str, Any]()
     if kind == "none":
-        found = []
+        tools = []
     elif kind == "any":
         forced["tool_choice"] = "required"
     elif kind == "tool":
@@ -215,7 +215,7 @@ def _tools_and_choice(
         )
     if flag(choice, "disable_parallel_tool_use"):
         forced["parallel_tool_calls"] = False
-    return tuple(found), forced
+    return tuple(tools), forced
 
 
 def _tool(value: object, where: str) -> ToolSchema:
@@ -242,29 +242,29 @@ def _system(value: object) -> str:
 def _history(value: object) -> list[ChatMessage]:
     if not isinstance(value, list) or not value:
         raise RequestError("messages is not a list of at least one message.", param="messages")
-    said: list[ChatMessage] = []
+    history: list[ChatMessage] = []
     for index, message in enumerate(value):
         where = f"messages[{index}]"
         turn, _ = read_part(message, _TURN, where)
         role, content = turn.get("role"), turn.get("content")
         if role == "user":
-            said += _user_turn(content, f"{where}.content")
+            history += _user_turn(content, f"{where}.content")
         elif role == "assistant":
-            _add_assistant(said, content, f"{where}.content")
+            _add_assistant(history, content, f"{where}.content")
         elif role == "system":
-            said.append({"role": "system", "content": joined_text(content, f"{where}.content")})
+            history.append({"role": "system", "content": joined_text(content, f"{where}.content")})
         else:
             raise RequestError(
                 f"{where} has the role {shown(role)}; known are user, assistant and system.",
                 param=f"{where}.role",
             )
-    if said[-1]["role"] == "assistant":
+    if history[-1]["role"] == "assistant":
         raise RequestError(
             f"{where} is an assistant's message, but answers are sampled from their start, so it "
             "cannot be continued (prefill). End with a user's message.",
             param=where,
         )
-    return said
+    return history
 
 
 def _user_turn(content: object, where: str) -> Iterable[ChatMessage]:
@@ -289,9 +289,9 @@ def _user_turn(content: object, where: str) -> Iterable[ChatMessage]:
         yield {"role": "user", "content": "".join(texts)}
 
 
-def _add_assistant(said: list[ChatMessage], content: object, where: str) -> None:
+def _add_assistant(history: list[ChatMessage], content: object, where: str) -> None:
     """Append an assistant's turn, or continue the last message if it is the assistant's."""
-    before = said.pop() if said and said[-1]["role"] == "assistant" else assistant("")
+    before = history.pop() if history and history[-1]["role"] == "assistant" else assistant("")
     texts = {"text": [before["content"]], "thinking": [before.get("reasoning_content", "")]}
     calls = list(before.get("tool_calls", ()))
     for index, (kind, block) in enumerate(_blocks(content, _ASSISTANT_BLOCKS, where)):
@@ -302,7 +302,7 @@ def _add_assistant(said: list[ChatMessage], content: object, where: str) -> None
             name, call_id = text_at(block.get("name"), f"{at}.name"), text_at(block.get("id"), at)
             arguments = _arguments(block.get("input", {}), f"{at}.input")
             calls.append(tool_call(_own_id(call_id), name, arguments))
-    said.append(assistant("".join(texts["text"]), calls, "".join(texts["thinking"])))
+    history.append(assistant("".join(texts["text"]), calls, "".join(texts["thinking"])))
 
 
 def _blocks(
@@ -460,6 +460,7 @@ class MessageEvents:
 
     def end(self, answer: AgentAnswer) -> Iterable[bytes]:
         """Yield the end of the last block, the stop reason, and the usage."""
+        yield from self.delta(answer.rest)
         if not self._num_blocks:
             yield from self._enter("text", text="")
         yield from self._leave()

@@ -8,13 +8,16 @@ content (`rolltree.gateway.messages`).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
+
+import numpy as np
 
 from rolltree.inference.call import DEFAULT_SAMPLING
 from rolltree.values.types import (
     ChatMessage,
     FinishReason,
+    FloatArray,
     IntArray,
     Messages,
     MessageType,
@@ -39,9 +42,46 @@ class AgentCall:
     tools: tuple[ToolSchema, ...] = ()
     message_type: MessageType = "chat"
     stream: bool = False
-    # The number of answers, each of which is a separate call.
+    # The number of answers to each prompt.
     n: int = 1
     options: Mapping[str, Any] = field(default_factory=dict)
+    # Further prompts of a text completion.
+    more_prompts: tuple[str | IntArray, ...] = ()
+
+    @property
+    def num_answers(self) -> int:
+        """The number of answers, each of which is a separate call."""
+        return self.n * (1 + len(self.more_prompts))
+
+    def singles(self) -> list[AgentCall]:
+        """Return a call for each answer: `n` per prompt in turn, which have different seeds."""
+        if self.num_answers == 1:
+            return [self]
+        seeds = answer_seeds(self.sampling.seed, self.n)
+        return [
+            replace(
+                self,
+                prompt=prompt,
+                more_prompts=(),
+                n=1,
+                sampling=replace(self.sampling, seed=seed),
+            )
+            for prompt in (self.prompt, *self.more_prompts)
+            for seed in seeds
+        ]
+
+
+def answer_seeds(seed: int | None, n: int) -> list[int | None]:
+    """Return a seed per answer: the given seed, then seeds derived from it.
+
+    >>> answer_seeds(None, 2), answer_seeds(7, 1)
+    ([None, None], [7])
+    """
+    if seed is None:
+        return [None] * n
+    # Not `seed + index`, which would give requests with neighbouring seeds the same answers.
+    derived = [np.random.SeedSequence([seed % 2**64, index]) for index in range(1, n)]
+    return [seed, *(int(sequence.generate_state(1, np.uint64)[0]) for sequence in derived)]
 
 
 @dataclass(slots=True, eq=False)
@@ -58,6 +98,7 @@ class CallOrigin:
     `key` is the idempotency key. `attempt` is the number of earlier attempts that the client
     reports (0: this is the first); None if it reports none. `digest` is that of the request.
     Without a `connection`, the request lasts as long as its caller waits for the answer.
+    `request_id` is the client's own id of the request, by which it recognizes the answer.
     """
 
     agent: str = ""
@@ -65,6 +106,7 @@ class CallOrigin:
     attempt: int | None = None
     digest: bytes = b""
     connection: Connection | None = None
+    request_id: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,15 +119,28 @@ class AnswerHead:
 
 
 @dataclass(frozen=True, slots=True)
+class DeltaTokens:
+    """The tokens of a delta, int32 and float32 `[_T]`, after the prompt's ids, int32 `[_P]`."""
+
+    ids: IntArray
+    logprobs: FloatArray
+    prompt_ids: IntArray
+    decode: Callable[[list[int]], str] = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
 class AnswerDelta:
     """A new part of an answer. The deltas of an answer add up to its message.
 
     Reasoning comes before content; tool calls come last, each one whole and in OpenAI's shape.
+    `index` is that of the answer among those to the request. Only some models report `tokens`.
     """
 
     reasoning: str = ""
     content: str = ""
     tool_calls: tuple[ChatMessage, ...] = ()
+    index: int = 0
+    tokens: DeltaTokens | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,21 +148,24 @@ class AgentAnswer:
     """A finished answer.
 
     `message` has `content` (text or None), `reasoning_content` if the model reasoned, and
-    `tool_calls` if it called any. `stop` is the stop string that ended it. `response` has ids and
-    logprobs; `decode` turns ids into text if the tokenizer is known. `options` are those of the
-    call, even if the answer is looked up later.
+    `tool_calls` if it called any. `stop` is the stop string or the stop token's id that ended it.
+    `response` has ids and logprobs; `decode` turns ids into text if the tokenizer is known.
+    `options` are those of the call, even if the answer is looked up later. At the end of a stream,
+    `rest` is what the deltas before did not have.
     """
 
     head: AnswerHead
     message: ChatMessage
     finish_reason: FinishReason
     response: ModelResponse
-    stop: str | None = None
+    stop: str | int | None = None
     num_prompt_tokens: int = 0
     num_completion_tokens: int = 0
     num_cached_tokens: int = 0
     options: Mapping[str, Any] = field(default_factory=dict)
     decode: Callable[[list[int]], str] | None = field(default=None, repr=False)
+    index: int = 0
+    rest: AnswerDelta = AnswerDelta()
 
     @property
     def text(self) -> str:
@@ -123,3 +181,12 @@ class AgentAnswer:
     def tool_calls(self) -> tuple[ChatMessage, ...]:
         """The tool calls, in OpenAI's shape."""
         return tuple(self.message.get("tool_calls") or ())
+
+    def after(self, reasoning: str, content: str) -> AgentAnswer:
+        """Return the answer with its `rest` after what was streamed."""
+        # Streamed text cannot be taken back. If the whole differs, only the token ids are exact.
+        parts = [
+            whole.removeprefix(sent) if whole.startswith(sent) else ""
+            for whole, sent in ((self.reasoning, reasoning), (self.text, content))
+        ]
+        return replace(self, rest=AnswerDelta(parts[0], parts[1], self.tool_calls, self.index))

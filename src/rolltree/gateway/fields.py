@@ -7,14 +7,20 @@ change nothing. Anything else is an error: nothing is dropped.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping, Sized
 from dataclasses import dataclass
 from reprlib import repr as shown
 from typing import Any, Literal
 
-from rolltree.gateway.serve.requests import is_one_of, sampling_of, unknown_field
+from rolltree.inference.client import sampling_from_args
+from rolltree.values.errors import ConfigError, did_you_mean
 from rolltree.values.types import SamplingParams
 from rolltree.web.guard import RequestError
+
+_MAX_CHOICES = 256
+# Limited because every token is compared with all entries, in the thread that decodes all requests.
+_MAX_ENTRIES = {"stop": 4096, "stop_token_ids": 1024}
+_MAX_STOP_CHARACTERS = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +84,13 @@ def read_fields(
         field = fields.get(name)
         if field is None:
             raise unknown_field(name, fields)
+        limit = _MAX_ENTRIES.get(field.name or name)
+        if limit is not None and isinstance(value, Sized) and len(value) > limit:
+            raise RequestError(
+                f"{name} has {len(value):,} entries or characters, and every token is compared "
+                f"with them; at most {limit:,} are allowed.",
+                param=name,
+            )
         is_listed = is_one_of(value, field.values)
         if field.use == "read":
             given[name] = value
@@ -85,7 +98,26 @@ def read_fields(
             asked[field.name or name] = value
         elif field.use == "only" and not is_listed:
             raise disobeyed(name, value, field.why)
-    return given, sampling_of(asked, asked)
+    return given, _sampling_of(asked)
+
+
+def _sampling_of(asked: Mapping[str, Any]) -> SamplingParams:
+    """Return the sampling settings of checked fields.
+
+    Raises:
+        RequestError: a value cannot be used.
+    """
+    try:
+        sampling = sampling_from_args(dict(asked))
+    except ConfigError as error:
+        raise RequestError(str(error)) from error
+    if sum(map(len, sampling.stop)) > _MAX_STOP_CHARACTERS:
+        raise RequestError(
+            f"the stop strings have more than {_MAX_STOP_CHARACTERS:,} characters in all, and "
+            "every token is compared with them. Shorten them.",
+            param="stop",
+        )
+    return sampling
 
 
 def read_part(
@@ -99,6 +131,26 @@ def read_part(
     except RequestError as error:
         param = f"{where}.{error.param}" if error.param else where
         raise RequestError(f"{where}: {error}", param=param) from error
+
+
+def unknown_field(name: str, known: Collection[str]) -> RequestError:
+    """Return the error for a field that the server does not know."""
+    return RequestError(
+        f"the field {shown(name)} is unknown here and would be ignored."
+        + did_you_mean(name, known),
+        param=name[:100],
+    )
+
+
+def is_one_of(value: object, values: Iterable[object]) -> bool:
+    """Return whether a field has one of the values; unlike in Python, `True` is not the number 1.
+
+    >>> is_one_of(1.0, (1,)), is_one_of(True, (1,))
+    (True, False)
+    """
+    return any(
+        value == each and isinstance(value, bool) == isinstance(each, bool) for each in values
+    )
 
 
 def disobeyed(name: str, value: object, why: str) -> RequestError:
@@ -122,3 +174,48 @@ def tools_in(given: Mapping[str, Any]) -> list[Any]:
     if not isinstance(tools, list):
         raise RequestError("tools is not a list.", param="tools")
     return tools
+
+
+def flag(given: Mapping[str, Any], name: str, *, default: bool = False) -> bool:
+    """Return the value of a boolean field; `default` if it is not given, or null.
+
+    Raises:
+        RequestError: it is not a boolean.
+    """
+    value = given.get(name)
+    if value is None:
+        return default
+    if not isinstance(value, bool):
+        raise RequestError(f"{name} = {shown(value)} is neither true nor false.", param=name)
+    return value
+
+
+def num_choices(given: Mapping[str, Any]) -> int:
+    """Return `n`, the number of completions per prompt."""
+    n = given.get("n", 1)
+    # True is an int in Python.
+    if not isinstance(n, int) or isinstance(n, bool) or not 1 <= n <= _MAX_CHOICES:
+        raise RequestError(f"n = {shown(n)} is not a number from 1 to {_MAX_CHOICES}.", param="n")
+    return n
+
+
+def includes_usage(given: Mapping[str, Any]) -> bool:
+    """Return whether `stream_options` request the usage at the end of the stream.
+
+    Raises:
+        RequestError: they request anything else.
+    """
+    options = given.get("stream_options", {})
+    if not isinstance(options, dict) or options.keys() - {"include_usage", "include_obfuscation"}:
+        raise RequestError(
+            f"stream_options = {shown(options)} has something other than include_usage, which "
+            "would be ignored.",
+            param="stream_options",
+        )
+    return flag(options, "include_usage")
+
+
+def is_tool(tool: object) -> bool:
+    """Whether `tool` is a function tool in OpenAI's format."""
+    function = tool.get("function") if isinstance(tool, dict) else None
+    return isinstance(function, dict) and isinstance(function.get("name"), str)

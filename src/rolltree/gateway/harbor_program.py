@@ -19,15 +19,9 @@ from rolltree.environments.rubrics import Rubric
 from rolltree.gateway.program_env import PROGRAM_LIMITS, AgentFunction, ProgramEnv
 from rolltree.sandbox import Limits, RunResult
 from rolltree.sandbox.folder import FolderSandbox
-from rolltree.sandbox.harbor_env import (
-    HarborWorlds,
-    WorldKind,
-    harbor_rubric,
-    harbor_verdict,
-    tasks_of,
-)
+from rolltree.sandbox.harbor_env import HarborWorlds, WorldKind, harbor_rubric, tasks_of
 from rolltree.sandbox.harbor_tasks import HarborTask, filled_env
-from rolltree.sandbox.harbor_worlds import HarborWorld, sandbox_world, verdict_on
+from rolltree.sandbox.harbor_worlds import HarborWorld, sandbox_world
 from rolltree.values.errors import ConfigError, SandboxError
 from rolltree.values.types import State
 
@@ -167,8 +161,7 @@ class HarborProgramEnv(HarborWorlds, ProgramEnv):
         await super()._run(session, state, watch, outcome)
         world = self._worlds[state["harbor_world"]]
         await run_shielded(self._end_agent(world.id))
-        verdict = await verdict_on(world, self.harbor.of(state))
-        state["harbor"] = harbor_verdict(verdict, self.harbor)
+        state["harbor"] = await self.harbor.judge(world, self.harbor.of(state))
 
     async def _end_agent(self, world_id: str) -> None:
         shell = self._shells.pop(world_id, None)

@@ -408,7 +408,7 @@ def _frame(data: Mapping[str, Any], tokens: bytes = b"", more: str = "") -> byte
 
 def _frames(data: bytes) -> list[tuple[bytes, bytes]]:
     """Return the frames of a file, without an incomplete last one: its call was not answered."""
-    found, at = list[tuple[bytes, bytes]](), 0
+    frames, at = list[tuple[bytes, bytes]](), 0
     while at + _HEAD.size <= len(data):
         magic, num_text, num_tokens, check = _HEAD.unpack_from(data, at)
         begin = at + _HEAD.size
@@ -422,9 +422,9 @@ def _frames(data: bytes) -> list[tuple[bytes, bytes]]:
             if end == len(data):  # the last frame; some of its pages were not written
                 break
             raise ValueError(f"the frame at byte {at} has a wrong checksum")
-        found.append((text, tokens))
+        frames.append((text, tokens))
         at = end
-    return found
+    return frames
 
 
 def _unwritable(path: Path, error: OSError) -> StoreError:

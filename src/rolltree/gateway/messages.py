@@ -9,6 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from reprlib import repr as shown
+from typing import Any, cast
+
+import msgspec
 
 from rolltree._helpers.untrusted import encode_json
 from rolltree.values.types import ChatMessage
@@ -148,3 +151,46 @@ def text_at(value: object, where: str) -> str:
     if not isinstance(value, str):
         raise RequestError(f"{where} has {shown(value)} instead of text.", param=where)
     return value
+
+
+class _Part(msgspec.Struct):
+    type: str = "text"
+    text: str | None = None
+
+
+class _Function(msgspec.Struct):
+    name: str
+    arguments: str | dict[str, Any] | None = None
+
+
+class _ToolCall(msgspec.Struct):
+    function: _Function
+    id: str | None = None
+    type: str | None = None
+
+
+class _Message(msgspec.Struct):
+    role: str
+    content: str | list[str | _Part] | None = None
+    tool_calls: list[_ToolCall] | None = None
+    tool_call_id: str | None = None
+    name: str | None = None
+    reasoning_content: str | None = None
+
+
+def checked_messages(value: object) -> list[ChatMessage]:
+    """Return `value` as it is, if it is a list of chat messages.
+
+    A model that is served without sessions gets them in this form: templates read fields that the
+    gateway's form does not have.
+
+    Raises:
+        RequestError: it is not; the message names the place.
+    """
+    try:
+        msgspec.convert(value, list[_Message])
+    except msgspec.ValidationError as error:
+        raise RequestError(
+            f"messages is not a list of chat messages: {error}.", param="messages"
+        ) from error
+    return cast(list[ChatMessage], value)

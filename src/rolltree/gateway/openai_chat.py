@@ -1,127 +1,159 @@
-"""OpenAI's `chat/completions` and `completions`.
-
-Logprobs of sampled tokens are available; in a stream they come with the last chunk. A text
-completion takes one prompt, as a string or as ids.
-"""
+"""OpenAI's `chat/completions` and `completions`, with vLLM's fields for the ids of tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from reprlib import repr as shown
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from rolltree.gateway.calls import AgentAnswer, AgentCall, AnswerDelta, AnswerHead
+from rolltree.gateway.failures import Failure, openai_error
 from rolltree.gateway.fields import (
     NO_EFFECT,
     READ,
     Field,
     each,
+    flag,
+    includes_usage,
+    is_tool,
     model_in,
+    num_choices,
     only,
     passed,
     read_fields,
     settings,
     tools_in,
 )
-from rolltree.gateway.messages import chat_messages
-from rolltree.gateway.protocol import WireProtocol, data_event
-from rolltree.gateway.serve.requests import (
-    TEXT_MAX_TOKENS,
-    Failure,
-    flag,
-    includes_usage,
-    is_tool,
-    num_choices,
-    openai_error,
-)
-from rolltree.gateway.serve.responses import DONE, chat_logprobs, text_logprobs
-from rolltree.gateway.session import GatewaySession
+from rolltree.gateway.protocol import Answering, WireProtocol, data_event
 from rolltree.inference.deltas import one_call_each, outgoing_message
-from rolltree.values.types import IntArray, SamplingParams, ToolSchema
+from rolltree.inference.request_fields import FIELDS, RequestField
+from rolltree.inference.routed_experts import encode_routing
+from rolltree.values.types import (
+    FloatArray,
+    IntArray,
+    ModelResponse,
+    SamplingParams,
+    ToolSchema,
+)
 from rolltree.web.guard import RequestError
 
+Decode: TypeAlias = Callable[[list[int]], str]
+DONE = b"data: [DONE]\n\n"
+TEXT_OBJECT = "text_completion"
+# OpenAI's default for text completions.
+_TEXT_MAX_TOKENS = 16
+# The most completions of one request: prompts times `n`.
+_MAX_COMPLETIONS = 1024
 _ONE_OF_SAMPLED = "only logprobs of sampled tokens are recorded"
-_COMMON: dict[str, Field] = {
-    **each("model stream stream_options n logprobs", READ),
-    **settings("temperature top_p top_k max_tokens max_completion_tokens stop stop_token_ids seed"),
-    **each("presence_penalty frequency_penalty min_p min_tokens", passed(0)),
-    "repetition_penalty": passed(1),
-    **each("logit_bias chat_template_kwargs", passed({})),
-    **each("user metadata store service_tier safety_identifier request_id cache_salt", NO_EFFECT),
-    **each("prompt_cache_key prompt_cache_retention", NO_EFFECT),
+_ONLY_NEUTRAL = {
+    "add_special_tokens": "the chat template decides which tokens a prompt has",
+    "best_of": "every sample is a separate call",
+    "continue_final_message": "answers are sampled from their start",
+    "echo": "an answer has only what was sampled",
+    "include_stop_str_in_output": "an answer ends before its stop string",
+    "modalities": "only text can be recorded as tokens",
+    "suffix": "text can only be continued at its end",
+    "top_logprobs": _ONE_OF_SAMPLED,
 }
-CHAT_FIELDS: dict[str, Field] = {
-    **_COMMON,
-    **each("messages tools tool_choice", READ),
-    "top_logprobs": only(0, why=_ONE_OF_SAMPLED),
-    "response_format": passed({"type": "text"}),
-    "parallel_tool_calls": passed(True),
-    **each("reasoning_effort verbosity", passed()),
-    "modalities": only(["text"], why="only text can be recorded as tokens"),
+"""Fields that no server behind the gateway may obey, and why."""
+_UNREAD = {
+    *("add_generation_prompt", "chat_template", "documents", "kv_transfer_params"),
+    *("prompt_logprobs", "return_routed_experts", "truncate_prompt_tokens"),
 }
-TEXT_FIELDS: dict[str, Field] = {
-    **_COMMON,
-    "prompt": READ,
-    "echo": only(False, why="an answer has only what was sampled"),
-    "best_of": only(1, why="every sample is a separate call"),
-    "suffix": only("", why="text can only be continued at its end"),
+_USES = {"setting": Field("sampling"), "note": NO_EFFECT, "ask": READ}
+
+
+def _use(name: str, field: RequestField) -> Field:
+    if name in _ONLY_NEUTRAL:
+        return only(*field.neutral, why=_ONLY_NEUTRAL[name])
+    # What is left, the model's server obeys or refuses.
+    return _USES.get(field.kind) or passed(*field.neutral)
+
+
+COMPLETION_FIELDS: dict[str, Field] = {
+    **each("model", READ),
+    **{
+        name: _use(name, field)
+        for name, field in FIELDS.items()
+        if field.kind != "client" and name not in _UNREAD
+    },
+    **settings("temperature top_p top_k"),
 }
+CHAT_FIELDS: dict[str, Field] = {**COMPLETION_FIELDS, **each("messages tools tool_choice", READ)}
+TEXT_FIELDS: dict[str, Field] = {**COMPLETION_FIELDS, "prompt": READ}
+del TEXT_FIELDS["tool_choice"]
 
 
 # -- requests ------------------------------------------------------------------------------------
 
 
-def read_chat(body: Mapping[str, Any], session: GatewaySession) -> AgentCall:
+def read_chat(body: Mapping[str, Any], session: Answering) -> AgentCall:
     """Return the call that a body of `chat/completions` asks for."""
     given, asked = read_fields(body, CHAT_FIELDS)
     tools, asked = tools_and_choice(given, asked)
     if given.get("logprobs", False) not in (True, False):
         raise RequestError(f"{_ONE_OF_SAMPLED}: logprobs is true or false.", param="logprobs")
-    messages = chat_messages(given.get("messages"))
-    return _call(given, AgentCall(messages, asked, tools=tools))
+    options = answer_options(given)
+    messages = session.messages(given.get("messages"))
+    return AgentCall(messages, asked, tools=tools, **options)
 
 
-def read_text(body: Mapping[str, Any], session: GatewaySession) -> AgentCall:
+def read_text(body: Mapping[str, Any], session: Answering) -> AgentCall:
     """Return the call that a body of `completions` asks for."""
     given, asked = read_fields(body, TEXT_FIELDS)
     if given.get("logprobs", 0) not in (0, 1):
         raise RequestError(f"{_ONE_OF_SAMPLED}: logprobs is 0 or 1.", param="logprobs")
     # Null asks for no limit; a missing field, for OpenAI's default.
     if not {"max_tokens", "max_completion_tokens"} & body.keys():
-        asked = replace(asked, max_tokens=TEXT_MAX_TOKENS)
-    prompt: str | IntArray
-    match given.get("prompt"):
-        case str(text) | [str(text)]:
-            prompt = text
-        case [*ids] | [[*ids]] if ids and all(type(i) is int and 0 <= i < 2**31 for i in ids):
-            prompt = np.array(ids, np.int32)
-        case _:
-            raise RequestError(
-                "prompt is neither one string nor one list of token ids. Send several prompts in "
-                "several requests: each is a separate call.",
-                param="prompt",
-            )
-    return _call(given, AgentCall(prompt, asked, message_type="completion"))
+        asked = replace(asked, max_tokens=_TEXT_MAX_TOKENS)
+    options, prompt = answer_options(given), given.get("prompt")
+    several = isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list)
+    prompts: list[object] = prompt if isinstance(prompt, list) and several else [prompt]
+    if len(prompts) * options["n"] > _MAX_COMPLETIONS:
+        raise RequestError(
+            f"{len(prompts)} prompts with n = {options['n']} are more than {_MAX_COMPLETIONS} "
+            "completions. Send several requests.",
+            param="prompt",
+        )
+    first, *others = [
+        each if isinstance(each, str) else ids_in(each, session, "prompt") for each in prompts
+    ]
+    return AgentCall(first, asked, message_type="completion", more_prompts=tuple(others), **options)
 
 
-def _call(given: Mapping[str, Any], call: AgentCall) -> AgentCall:
-    stream, n = flag(given, "stream"), num_choices(given)
-    if stream and n > 1:
-        raise RequestError("n above 1 is not streamed. Ask without stream, or n times.", param="n")
+def ids_in(value: object, session: Answering, where: str) -> IntArray:
+    """Return a prompt of token ids, int32 `[_P]`.
+
+    Raises:
+        PromptTooLong: it cannot fit the context.
+        RequestError: it is not a list of ids.
+    """
+    if isinstance(value, list):
+        session.check_size(len(value), "ids")
+    # Not `isinstance`: JSON's true would be id 1.
+    if not isinstance(value, list) or not all(type(i) is int and 0 <= i < 2**31 for i in value):
+        raise RequestError(f"{where} is neither a string nor a list of token ids.", param=where)
+    return np.array(value, np.int32)
+
+
+def answer_options(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a call that say how many answers are wanted, and in which form."""
     logprobs = given.get("logprobs", False)
-    return replace(
-        call,
-        stream=stream,
-        n=n,
-        model=model_in(given),
-        options={
-            "include_usage": includes_usage(given),
-            "logprobs": logprobs is True or type(logprobs) is int,
-        },
-    )
+    wanted = {
+        "include_usage": includes_usage(given),
+        "logprobs": logprobs is True or type(logprobs) is int,
+        "token_ids": flag(given, "return_token_ids"),
+        "tokens_as_ids": flag(given, "return_tokens_as_token_ids"),
+    }
+    return {
+        "model": model_in(given),
+        "stream": flag(given, "stream"),
+        "n": num_choices(given),
+        "options": {name: True for name, is_wanted in wanted.items() if is_wanted},
+    }
 
 
 def tools_and_choice(
@@ -151,104 +183,237 @@ def tools_and_choice(
 # -- answers -------------------------------------------------------------------------------------
 
 
-def write_choices(call: AgentCall, answers: Sequence[AgentAnswer]) -> dict[str, Any]:
-    """Return the response body for the answers to a chat, or for the completions of a text."""
-    is_chat, choices = call.message_type == "chat", []
-    for index, answer in enumerate(answers):
-        said: dict[str, Any] = {"text": answer.text}
-        if is_chat:
-            said = {"message": {**outgoing_message(answer.message), "refusal": None}}
-        ending = {"finish_reason": answer.finish_reason.value, "logprobs": _logprobs(call, answer)}
-        choices.append({"index": index, **said, **ending})
-    head = _head(answers[0].head, "chat.completion" if is_chat else "text_completion")
-    return head | {"choices": choices, "usage": chat_usage(answers)}
+class CompletionWriter:
+    """Writes the answers to one request for completions, as one body or as chunks.
 
-
-def chat_usage(answers: Sequence[AgentAnswer]) -> dict[str, Any]:
-    """Return the counts of prompt and sampled tokens; the prompt of several answers counts once."""
-    num_prompt = answers[0].num_prompt_tokens
-    num_sampled = sum(answer.num_completion_tokens for answer in answers)
-    return {
-        "prompt_tokens": num_prompt,
-        "completion_tokens": num_sampled,
-        "total_tokens": num_prompt + num_sampled,
-        "prompt_tokens_details": {"cached_tokens": answers[0].num_cached_tokens},
-    }
-
-
-def _head(head: AnswerHead, kind: str) -> dict[str, Any]:
-    prefix = "chatcmpl" if kind.startswith("chat") else "cmpl"
-    return {
-        "id": f"{prefix}-{head.id}",
-        "object": kind,
-        "created": head.created_s,
-        "model": head.model,
-    }
-
-
-def _logprobs(call: AgentCall, answer: AgentAnswer) -> dict[str, Any] | None:
-    if not call.options.get("logprobs"):
-        return None
-    ids, values = answer.response.completion_ids, answer.response.logprobs
-    if ids is None or values is None or answer.decode is None:
-        raise RequestError(
-            "the model's server gave no logprobs with the sampled tokens, so they cannot be "
-            "returned.",
-            param="logprobs",
-        )
-    texts = [answer.decode([token]) for token in ids.tolist()]
-    write = chat_logprobs if call.message_type == "chat" else text_logprobs
-    return write(texts, values.tolist())
-
-
-class ChatEvents:
-    """The chunks of one streamed chat or text completion."""
+    Ids and logprobs have an entry per sampled token, also for the end token. They are in the chunk
+    of their token if the model reports tokens one by one, and else in the last chunk.
+    """
 
     def __init__(self, call: AgentCall) -> None:
         self._call, self._is_chat = call, call.message_type == "chat"
+        self._wants_ids = call.options.get("token_ids", False)
+        self._wants_logprobs = call.options.get("logprobs", False)
+        # A chat has one prompt, so its ids are not repeated in every choice.
+        self._choices_have_prompts = not self._is_chat
         self._base: dict[str, Any] = {}
+        # How many ids of each answer were sent, whose prompts were, and the finished answers.
+        self._num_sent: dict[int, int] = {}
+        self._prompted: set[int] = set()
+        self._ended: dict[int, AgentAnswer] = {}
+
+    def whole(self, answers: Sequence[AgentAnswer]) -> dict[str, Any]:
+        """Return the response body for all answers."""
+        choices, prompts = [], list[dict[str, Any]]()
+        for index, answer in enumerate(answers):
+            choice = {"index": index, "logprobs": None, **self._content(answer)}
+            choice |= self._ending(answer) | self._tokens_after(0, answer)
+            prompts.append(self._prompt(answer.response.prompt_ids))
+            choices.append(choice | prompts[-1] if self._choices_have_prompts else choice)
+        body = self._head(answers[0].head) | {"choices": choices}
+        body["usage"] = completion_usage(self._call, answers)
+        return body if self._choices_have_prompts else body | prompts[0]
 
     def begin(self, head: AnswerHead) -> Iterable[bytes]:
-        """Return the chunk with the role; a text completion has none."""
-        self._base = _head(head, "chat.completion.chunk" if self._is_chat else "text_completion")
-        opening = {"role": "assistant", "content": ""}
-        return [self._chunk({"delta": opening})] if self._is_chat else []
+        """Return nothing: the first chunk of a choice has its role."""
+        self._base = self._head(head)
+        return ()
 
     def delta(self, delta: AnswerDelta) -> Iterable[bytes]:
         """Return the chunks of a delta."""
+        tokens, more = delta.tokens, dict[str, Any]()
+        if tokens is None:
+            return self._chunks(delta, more, None)
+        if self._wants_ids or self._wants_logprobs:
+            more = self._tokens(tokens.ids, tokens.logprobs, tokens.decode)
+        chunks = self._chunks(delta, more, tokens.prompt_ids)
+        self._num_sent[delta.index] += len(tokens.ids)
+        return chunks
+
+    def end(self, answer: AgentAnswer) -> Iterable[bytes]:
+        """Return the chunk with the finish reason; after the last answer the usage, and the end."""
+        more = self._tokens_after(self._num_sent.get(answer.index, 0), answer)
+        chunks = self._chunks(answer.rest, more | self._ending(answer), answer.response.prompt_ids)
+        self._ended[answer.index] = answer
+        if len(self._ended) < self._call.num_answers:
+            return chunks
+        if self._call.options.get("include_usage"):
+            usage = completion_usage(self._call, [self._ended[i] for i in sorted(self._ended)])
+            chunks.append(data_event(self._base | {"choices": [], "usage": usage}))
+        return [*chunks, DONE]
+
+    def fail(self, failure: Failure) -> Iterable[bytes]:
+        """Return the error as an event; the official client raises it."""
+        return [data_event(openai_error(failure)), DONE]
+
+    def _head(self, head: AnswerHead) -> dict[str, Any]:
+        prefix, kind = ("chatcmpl", "chat.completion") if self._is_chat else ("cmpl", TEXT_OBJECT)
+        if self._is_chat and self._call.stream:
+            kind += ".chunk"
+        return {
+            "id": f"{prefix}-{head.id}",
+            "object": kind,
+            "created": head.created_s,
+            "model": head.model,
+        }
+
+    def _content(self, answer: AgentAnswer) -> dict[str, Any]:
+        if self._is_chat:
+            return {"message": {**outgoing_message(answer.message), "refusal": None}}
+        return {"text": answer.text}
+
+    def _parts(self, delta: AnswerDelta) -> list[dict[str, Any]]:
         if not self._is_chat:
-            return [self._chunk({"text": delta.content})]
+            return [{"text": delta.content}]
         new: dict[str, Any] = {}
+        if delta.index not in self._num_sent:
+            new = {"role": "assistant", "content": ""}
         if delta.reasoning:
             new["reasoning_content"] = delta.reasoning
         if delta.content:
             new["content"] = delta.content
         if delta.tool_calls:
             new["tool_calls"] = [{"index": i, **each} for i, each in enumerate(delta.tool_calls)]
-        return [self._chunk({"delta": part}) for part in one_call_each(new)]
+        return [{"delta": part} for part in one_call_each(new)]
 
-    def end(self, answer: AgentAnswer) -> Iterable[bytes]:
-        """Return the chunk with the finish reason, the usage if requested, and the end."""
-        nothing: dict[str, Any] = {"delta": {}} if self._is_chat else {"text": ""}
-        logprobs = _logprobs(self._call, answer)
-        last = self._chunk(nothing, answer.finish_reason.value, logprobs)
-        if not self._call.options.get("include_usage"):
-            return [last, DONE]
-        counted = data_event(self._base | {"choices": [], "usage": chat_usage([answer])})
-        return [last, counted, DONE]
+    def _chunks(
+        self, delta: AnswerDelta, more: Mapping[str, Any], prompt_ids: IntArray | None
+    ) -> list[bytes]:
+        """Return the chunks of a delta; the last one has `more` fields."""
+        *parts, last = self._parts(delta)
+        empty: dict[str, Any] = {"index": delta.index, "logprobs": None, "finish_reason": None}
+        if self._wants_ids:
+            empty["token_ids"] = []
+        chunks = [{**self._base, "choices": [{**empty, **part}]} for part in parts]
+        chunks.append({**self._base, "choices": [{**empty, **last, **more}]})
+        self._num_sent.setdefault(delta.index, 0)
+        if prompt_ids is not None and delta.index not in self._prompted:
+            self._prompted.add(delta.index)
+            first = chunks[0]
+            holder = first["choices"][0] if self._choices_have_prompts else first
+            holder |= self._prompt(prompt_ids)
+        return [data_event(chunk) for chunk in chunks]
 
-    def fail(self, failure: Failure) -> Iterable[bytes]:
-        """Return the error as an event; the official client raises it."""
-        return [data_event(openai_error(failure)), DONE]
+    def _prompt(self, ids: IntArray | None) -> dict[str, Any]:
+        if not self._wants_ids:
+            return {}
+        return {"prompt_token_ids": None if ids is None else ids.tolist()}
 
-    def _chunk(self, new: dict[str, Any], reason: str | None = None, logprobs: Any = None) -> bytes:
-        choice = {"index": 0, **new, "finish_reason": reason, "logprobs": logprobs}
-        return data_event({**self._base, "choices": [choice]})
+    def _ending(self, answer: AgentAnswer) -> dict[str, Any]:
+        asked, stop = self._call.sampling, answer.stop
+        # The session's own stop strings are not shown to the agent.
+        is_asked = stop in asked.stop or stop in asked.stop_token_ids
+        reason = answer.finish_reason.value
+        ending = {"finish_reason": reason, "stop_reason": stop if is_asked else None}
+        return ending | version_fields(answer.response) if self._wants_ids else ending
+
+    def _tokens_after(self, num_sent: int, answer: AgentAnswer) -> dict[str, Any]:
+        """Return the fields of an answer's tokens after those that were sent."""
+        if not (self._wants_ids or self._wants_logprobs):
+            return {}
+        ids, values = answer.response.completion_ids, answer.response.logprobs
+        if ids is None or values is None or answer.decode is None:
+            raise RequestError(
+                "the model's server gave no ids and logprobs of the sampled tokens, so they cannot "
+                "be returned.",
+                param="logprobs" if self._wants_logprobs else "return_token_ids",
+            )
+        return self._tokens(ids[num_sent:], values[num_sent:], answer.decode)
+
+    def _tokens(self, ids: IntArray, values: FloatArray, decode: Decode) -> dict[str, Any]:
+        listed = ids.tolist()
+        fields: dict[str, Any] = {"token_ids": listed} if self._wants_ids else {}
+        if not self._wants_logprobs:
+            return fields
+        as_ids = self._call.options.get("tokens_as_ids")
+        texts = [f"token_id:{token}" if as_ids else decode([token]) for token in listed]
+        write = _chat_logprobs if self._is_chat else _text_logprobs
+        return fields | {"logprobs": write(texts, values.tolist())}
+
+
+def write_completion(call: AgentCall, answers: Sequence[AgentAnswer]) -> dict[str, Any]:
+    """Return the response body for the answers to a chat, or for the completions of a text."""
+    return CompletionWriter(call).whole(answers)
+
+
+def completion_usage(call: AgentCall, answers: Sequence[AgentAnswer]) -> dict[str, Any]:
+    """Return the counts of prompt and sampled tokens; a prompt of several answers counts once."""
+    # Later answers find in the cache what the first one computed.
+    firsts = answers[:: call.n]
+    num_prompt = sum(answer.num_prompt_tokens for answer in firsts)
+    num_sampled = sum(answer.num_completion_tokens for answer in answers)
+    return {
+        "prompt_tokens": num_prompt,
+        "completion_tokens": num_sampled,
+        "total_tokens": num_prompt + num_sampled,
+        "prompt_tokens_details": {
+            "cached_tokens": sum(answer.num_cached_tokens for answer in firsts)
+        },
+    }
+
+
+def version_fields(response: ModelResponse) -> dict[str, Any]:
+    """Return vLLM's fields for the versions and the routed experts of tokens, if recorded."""
+    versions, experts = response.versions, response.routed_experts
+    fields: dict[str, Any] = (
+        {} if versions is None else {"weight_versions": version_spans(versions)}
+    )
+    return fields if experts is None else fields | {"routed_experts": encode_routing(experts)}
+
+
+def version_spans(versions: IntArray) -> list[dict[str, Any]]:
+    """Return policy versions int32 `[_C]` as vLLM's spans: tokens `[start, end)` had `version`.
+
+    >>> version_spans(np.array([3, 3, 4], np.int32))
+    [{'version': '3', 'start': 0, 'end': 2}, {'version': '4', 'start': 2, 'end': 3}]
+    """
+    if not len(versions):
+        return []
+    starts = [0, *(np.flatnonzero(np.diff(versions)) + 1).tolist()]
+    ends = [*starts[1:], len(versions)]
+    return [
+        {"version": str(int(versions[start])), "start": start, "end": end}
+        for start, end in zip(starts, ends, strict=True)
+    ]
+
+
+def _text_logprobs(texts: Sequence[str], values: Sequence[float]) -> dict[str, Any]:
+    """Return the logprobs of a text completion's tokens in OpenAI's format."""
+    listed = {"tokens": list(texts), "token_logprobs": list(values)}
+    return {**listed, "top_logprobs": None, "text_offset": []}
+
+
+def _chat_logprobs(texts: Sequence[str], values: Sequence[float]) -> dict[str, Any]:
+    """Return the logprobs of a chat completion's tokens in OpenAI's format."""
+    content = [
+        {
+            "token": text,
+            "logprob": value,
+            # The text of a token that is a part of a character is a replacement character, whose
+            # bytes are not the token's.
+            "bytes": None if "\ufffd" in text else list(text.encode()),
+            "top_logprobs": [],
+        }
+        for text, value in zip(texts, values, strict=True)
+    ]
+    return {"content": content, "refusal": None}
 
 
 CHAT = WireProtocol(
-    "chat/completions", "/chat/completions", CHAT_FIELDS, read_chat, write_choices, ChatEvents
+    "chat/completions",
+    "/chat/completions",
+    CHAT_FIELDS,
+    read_chat,
+    write_completion,
+    CompletionWriter,
+    echoes_id=True,
 )
 TEXT = WireProtocol(
-    "completions", "/completions", TEXT_FIELDS, read_text, write_choices, ChatEvents
+    "completions",
+    "/completions",
+    TEXT_FIELDS,
+    read_text,
+    write_completion,
+    CompletionWriter,
+    echoes_id=True,
 )

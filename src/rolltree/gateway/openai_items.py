@@ -12,9 +12,9 @@ from reprlib import repr as shown
 from typing import Any
 
 from rolltree.gateway.calls import AgentAnswer
+from rolltree.gateway.fields import unknown_field
 from rolltree.gateway.messages import assistant, joined_text, text_at, tool_call
-from rolltree.gateway.serve.requests import unknown_field
-from rolltree.gateway.session import GatewaySession
+from rolltree.gateway.protocol import Answering
 from rolltree.values.types import ChatMessage, FinishReason
 from rolltree.web.guard import RequestError
 
@@ -50,7 +50,7 @@ class _Turn:
 class ItemHistory:
     """Turns items into messages, with one message for each turn of the assistant."""
 
-    def __init__(self, session: GatewaySession, earlier: list[ChatMessage]) -> None:
+    def __init__(self, session: Answering, earlier: list[ChatMessage]) -> None:
         self._session = session
         self._parts: list[ChatMessage | _Turn] = list(earlier)
         # The turn that further items may belong to, and whether an output came after it.

@@ -1,7 +1,8 @@
 """OpenAI's `responses`: input and output are items, and a response can continue an earlier one.
 
-Every response is kept with its session, whatever `store` says. Reasoning is sent as
-`reasoning_text`; if the request asks for a summary, the whole reasoning is sent as one.
+Every response is kept with its session, whatever `store` says; without sessions, none is.
+Reasoning is sent as `reasoning_text`; if the request asks for a summary, the whole reasoning is
+sent as one.
 """
 
 from __future__ import annotations
@@ -13,12 +14,14 @@ from reprlib import repr as shown
 from typing import Any
 
 from rolltree.gateway.calls import AgentAnswer, AgentCall, AnswerDelta, AnswerHead
+from rolltree.gateway.failures import Failure
 from rolltree.gateway.fields import (
     NO_EFFECT,
     READ,
     Field,
     disobeyed,
     each,
+    flag,
     model_in,
     only,
     passed,
@@ -27,6 +30,7 @@ from rolltree.gateway.fields import (
     sampling,
     settings,
     tools_in,
+    unknown_field,
 )
 from rolltree.gateway.openai_chat import tools_and_choice
 from rolltree.gateway.openai_items import (
@@ -42,9 +46,7 @@ from rolltree.gateway.openai_items import (
     output_items,
     reasoning_item_kind,
 )
-from rolltree.gateway.protocol import SideHandler, WireProtocol, data_event
-from rolltree.gateway.serve.requests import Failure, flag, unknown_field
-from rolltree.gateway.session import GatewaySession
+from rolltree.gateway.protocol import Answering, SideHandler, WireProtocol, data_event
 from rolltree.values.types import ChatMessage, SamplingParams
 from rolltree.web.guard import RequestError
 
@@ -123,7 +125,7 @@ _RESPONSE_ID = re.compile(r"resp_(.+)")
 # -- requests ------------------------------------------------------------------------------------
 
 
-def read_responses(body: Mapping[str, Any], session: GatewaySession) -> AgentCall:
+def read_responses(body: Mapping[str, Any], session: Answering) -> AgentCall:
     """Return the call that a body of `responses` asks for."""
     given, asked = read_fields(body, RESPONSE_FIELDS)
     _, reasoning = read_part(given.get("reasoning", {}), _REASONING, "reasoning")
@@ -140,18 +142,22 @@ def read_responses(body: Mapping[str, Any], session: GatewaySession) -> AgentCal
         model=model_in(given),
         tools=tools,
         stream=flag(given, "stream"),
-        options=_options(body, given, session.sampling_for(asked)),
+        options=_options(body, given, session.sampling_for(asked), session.keeps_answers),
     )
 
 
 def _options(
-    body: Mapping[str, Any], given: Mapping[str, Any], obeyed: SamplingParams
+    body: Mapping[str, Any], given: Mapping[str, Any], obeyed: SamplingParams, is_kept: bool
 ) -> dict[str, Any]:
     """Return the fields that the response repeats, and `include`; settings as they are obeyed."""
     settings = {name: getattr(obeyed, key) for name, key in _SETTINGS.items()}
     passed_on = {name: obeyed.extra.get(name) for name in obeyed.extra.keys() & _REPEATED.keys()}
     passed_on.pop("tool_choice", None)  # in the form of chat completions
     repeated = {name: body.get(name) for name in _REPEATED} | passed_on | settings
+    if not is_kept:
+        # What is not kept cannot be read from a reference, which "encrypted" reasoning is here.
+        include = [name for name in given.get("include", []) if name != ENCRYPTED]
+        repeated |= {"store": False, "include": include}
     effort = obeyed.extra.get("reasoning_effort")
     return {
         "object": "response",
@@ -240,7 +246,7 @@ def _check_rest(given: Mapping[str, Any]) -> None:
     flag(given, "store")
 
 
-def _earlier(given: Mapping[str, Any], session: GatewaySession) -> list[ChatMessage]:
+def _earlier(given: Mapping[str, Any], session: Answering) -> list[ChatMessage]:
     """Return the messages before the input: the instructions, and the continued conversation."""
     instructions, found = given.get("instructions"), list[ChatMessage]()
     if "previous_response_id" in given:
@@ -254,7 +260,7 @@ def _earlier(given: Mapping[str, Any], session: GatewaySession) -> list[ChatMess
     return [{"role": "system", "content": instructions}, *found]
 
 
-def _earlier_answer(session: GatewaySession, response_id: object, param: str) -> AgentAnswer:
+def _earlier_answer(session: Answering, response_id: object, param: str) -> AgentAnswer:
     known = _RESPONSE_ID.fullmatch(response_id) if isinstance(response_id, str) else None
     answer = session.answer(known[1]) if known else None
     if answer is None or answer.options.get("object") != "response":
@@ -336,7 +342,7 @@ class ResponseEvents:
         self._done: list[dict[str, Any]] = []
         self._kind: TextItem | None = None
         self._item_id = ""
-        self._said: list[str] = []
+        self._texts: list[str] = []
         self._call: dict[str, Any] | None = None
 
     def begin(self, head: AnswerHead) -> Iterable[bytes]:
@@ -364,6 +370,7 @@ class ResponseEvents:
 
     def end(self, answer: AgentAnswer) -> Iterable[bytes]:
         """Return the events that end the last item, and the whole response."""
+        yield from self.delta(answer.rest)
         if self._call is None and self._kind is not MESSAGE_ITEM:
             yield from self._open(MESSAGE_ITEM)
         yield from self._close(last_status(answer))
@@ -385,7 +392,7 @@ class ResponseEvents:
     def _say(self, kind: TextItem, text: str) -> Iterator[bytes]:
         if self._kind is not kind:
             yield from self._open(kind)
-        self._said.append(text)
+        self._texts.append(text)
         yield self._of_text(f"{kind.text_event}.delta", delta=text)
 
     def _open(self, kind: TextItem) -> Iterator[bytes]:
@@ -397,7 +404,7 @@ class ResponseEvents:
 
     def _close(self, status: str = "completed") -> Iterator[bytes]:
         """End the current item."""
-        item, kind, text = self._item(status), self._kind, "".join(self._said)
+        item, kind, text = self._item(status), self._kind, "".join(self._texts)
         if item is None:
             return
         if kind is not None:
@@ -408,12 +415,12 @@ class ResponseEvents:
             yield self._of_part(name, arguments=item["arguments"])
         yield self._of_item("response.output_item.done", item=item)
         self._done.append(item)
-        self._kind, self._call, self._said = None, None, []
+        self._kind, self._call, self._texts = None, None, []
 
     def _item(self, status: str) -> dict[str, Any] | None:
         """Return the current item with its text so far; None if there is none."""
         if self._kind is not None:
-            parts = [self._kind.part("".join(self._said))]
+            parts = [self._kind.part("".join(self._texts))]
             return self._kind.item(self._head.id, self._options, parts, status)
         return None if self._call is None else {**self._call, "status": status}
 
@@ -438,7 +445,7 @@ class ResponseEvents:
 
 
 async def retrieve_response(
-    session: GatewaySession, body: Mapping[str, Any], params: Mapping[str, str]
+    session: Answering, body: Mapping[str, Any], params: Mapping[str, str]
 ) -> dict[str, Any]:
     """Return an earlier response."""
     for name in params.keys() - {"session", "agent", "id", "include_obfuscation"}:
@@ -449,7 +456,7 @@ async def retrieve_response(
 
 
 async def list_input_items(
-    session: GatewaySession, body: Mapping[str, Any], params: Mapping[str, str]
+    session: Answering, body: Mapping[str, Any], params: Mapping[str, str]
 ) -> dict[str, Any]:
     """Return a page of the input of an earlier response, with the conversation it continued."""
     answer = _earlier_answer(session, params["id"], "id")
@@ -487,16 +494,16 @@ def _check_page(params: Mapping[str, str]) -> None:
 
 
 async def count_input_tokens(
-    session: GatewaySession, body: Mapping[str, Any], params: Mapping[str, str]
+    session: Answering, body: Mapping[str, Any], params: Mapping[str, str]
 ) -> dict[str, Any]:
     """Return how many tokens the input of a request has."""
-    num_tokens = session.count_tokens(read_responses(body, session))
+    num_tokens = await session.count_tokens(read_responses(body, session))
     return {"object": "response.input_tokens", "input_tokens": num_tokens}
 
 
 def _refusing(what: str) -> SideHandler:
     async def refuse(
-        session: GatewaySession, body: Mapping[str, Any], params: Mapping[str, str]
+        session: Answering, body: Mapping[str, Any], params: Mapping[str, str]
     ) -> dict[str, Any]:
         raise RequestError(what, status=405)
 

@@ -117,7 +117,7 @@ def environment_of_program(
     }
 
 
-def found_program(name: str, path: str) -> str | None:
+def program_path(name: str, path: str) -> str | None:
     """Return the path of a command's program; None if not found. A path is returned as it is."""
     return name if "/" in name else shutil.which(name, path=path)
 

@@ -32,7 +32,7 @@ from rolltree.gateway.program import (
     ProgramOutcome,
     Template,
     environment_of_program,
-    found_program,
+    program_path,
     template_values,
 )
 from rolltree.gateway.server import Gateway
@@ -350,7 +350,7 @@ class ProgramEnv(Environment):
         stdin = self.stdin.fill(values)
         command = self.command_line(values, state)
         if self.backend is None:
-            located = found_program(command[0], folder.env.get("PATH", ""))
+            located = program_path(command[0], folder.env.get("PATH", ""))
             if located is None:
                 raise ProgramError(
                     f"there is no program {command[0]!r} in the PATH that it would get, so it "

@@ -20,6 +20,7 @@ from rolltree.gateway.app import GatewayApp
 from rolltree.gateway.journal import Journal, KeptSession
 from rolltree.gateway.serve.app import ServerOptions
 from rolltree.gateway.session import NO_LIMITS, GatewaySession, SessionLimits
+from rolltree.gateway.wire import WRITE_TIMEOUT_S
 from rolltree.inference.client import as_client, check_sampling_names
 from rolltree.rollouts.record import encode_result
 from rolltree.store import Run
@@ -33,7 +34,6 @@ from rolltree.web.start import AnnouncingServer, listen, server_config
 PATIENCE_LIMIT_S = 2.0
 """How long the gateway's own client tries a server that cannot be reached, before its agent hears
 of it."""
-WRITE_TIMEOUT_S = 120.0
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 
 

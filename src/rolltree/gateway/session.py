@@ -17,13 +17,14 @@ import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import msgspec
 import numpy as np
 
 from rolltree._helpers.tasks import being_cancelled
 from rolltree.environments.completion import render_completion
+from rolltree.environments.tools import side_by_side
 from rolltree.gateway.calls import (
     AgentAnswer,
     AgentCall,
@@ -33,10 +34,10 @@ from rolltree.gateway.calls import (
     Connection,
 )
 from rolltree.gateway.journal import JournalFile, KeptCall, KeptSession
+from rolltree.gateway.messages import chat_messages
 from rolltree.inference.call import ModelCall
 from rolltree.inference.chat import ChatRenderer
 from rolltree.inference.client import ModelClient, merge_sampling, sampling_to_args
-from rolltree.inference.deltas import TextDeltas
 from rolltree.inference.retry import PATIENCE_S
 from rolltree.inference.session import TokenSession
 from rolltree.samples import build_samples
@@ -94,7 +95,7 @@ class _Flight:
     options: Mapping[str, Any] = field(default_factory=dict)
     task: asyncio.Task[AgentAnswer] | None = None
     deltas: list[AnswerDelta] = field(default_factory=list)
-    news: asyncio.Event = field(default_factory=asyncio.Event)
+    progress: asyncio.Event = field(default_factory=asyncio.Event)
     num_waiting: int = 0
     is_sampled: bool = False
     # The index of its step in the trajectory, once recorded; `is_kept`: and in the journal, if any.
@@ -310,20 +311,42 @@ class GatewaySession:
         with self._waiting(flight):
             return await self._answer(flight)
 
+    async def answers(self, call: AgentCall, origin: CallOrigin) -> list[AgentAnswer]:
+        """Answer a call that may ask for several answers; raises as `complete` does."""
+        if call.num_answers == 1:
+            return [await self.complete(call, origin)]
+        # Each answer is a separate call, and a repeated request finds each of them again.
+        origins = [
+            replace(
+                origin,
+                key=None if origin.key is None else f"{origin.key}#{index}",
+                digest=hashlib.blake2b(
+                    origin.digest + bytes([index % 256]), digest_size=16
+                ).digest(),
+            )
+            for index in range(call.num_answers)
+        ]
+        return await side_by_side(
+            [self.complete(each, own) for each, own in zip(call.singles(), origins, strict=True)]
+        )
+
     async def stream(
         self, call: AgentCall, origin: CallOrigin | None = None
     ) -> AsyncGenerator[AnswerHead | AnswerDelta | AgentAnswer, None]:
         """Yield the head of the answer, its deltas as they are sampled, and the whole answer.
 
-        The deltas add up to the message. If the client does not stream, a single delta has all of
-        it. Closing the generator cancels the sampling, as in `complete`.
+        The deltas and the answer's `rest` add up to the message. Closing the generator cancels the
+        sampling, as in `complete`.
 
         Raises:
             RequestError, ModelError, StoreError: as in `complete`.
         """
+        if call.num_answers > 1:
+            raise RequestError(
+                "several answers are not streamed. Ask without stream, or several times.", param="n"
+            )
         flight = self._begin(call, origin or CallOrigin())
-        reasoning, content = TextDeltas(), TextDeltas()
-        said_reasoning = said_content = ""
+        reasoning = content = ""
         with self._waiting(flight):
             yield flight.head
             num_seen = 0
@@ -331,22 +354,14 @@ class GatewaySession:
                 while num_seen < len(flight.deltas):
                     delta = flight.deltas[num_seen]
                     num_seen += 1
-                    said_reasoning += delta.reasoning
-                    said_content += delta.content
+                    reasoning += delta.reasoning
+                    content += delta.content
                     yield delta
                 if flight.task is None or flight.task.done():
                     break
-                flight.news.clear()
-                await flight.news.wait()
-            answer = await self._answer(flight)
-            reasoning.next(said_reasoning)
-            content.next(said_content)
-            rest = AnswerDelta(
-                reasoning.next(answer.reasoning), content.next(answer.text), answer.tool_calls
-            )
-            if rest != AnswerDelta():
-                yield rest
-            yield answer
+                flight.progress.clear()
+                await flight.progress.wait()
+            yield (await self._answer(flight)).after(reasoning, content)
 
     def delivered(self, answer: AgentAnswer) -> None:
         """Note that an answer was sent in full, so that an equal request is a new call."""
@@ -360,6 +375,22 @@ class GatewaySession:
                 self.journal.note_delivered(flight.step)
 
     # -- for protocols ---------------------------------------------------------------------------
+
+    keeps_answers: ClassVar[bool] = True
+
+    def messages(self, value: object) -> list[ChatMessage]:
+        """Return OpenAI's chat messages in the gateway's form: equal histories compare equal."""
+        return chat_messages(value)
+
+    def check_size(self, size: int, what: str) -> None:
+        """Raise `PromptTooLong` for so many "ids" if they are known to be too many."""
+        renderer, limit = renderer_of(self._root), getattr(self._root, "max_context", None)
+        if renderer is not None and limit is not None:
+            renderer.vocabulary.check_size(size, limit, what, longest=1)
+
+    async def write(self, call: AgentCall, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Return the body that `work` writes."""
+        return work()
 
     def conversation(self, answer_id: str) -> list[ChatMessage]:
         """Return the messages of an earlier call and its answer.
@@ -378,7 +409,7 @@ class GatewaySession:
         self._step_of(answer_id)
         return self._answer_of(self._flights[answer_id])
 
-    def count_tokens(self, call: AgentCall) -> int:
+    async def count_tokens(self, call: AgentCall) -> int:
         """Return how many tokens the prompt of a call has if it is rendered from scratch.
 
         Raises:
@@ -547,7 +578,7 @@ class GatewaySession:
             raise RequestError("no call is answered any more.", status=403) from None
 
     def _done(self, flight: _Flight, task: asyncio.Task[AgentAnswer]) -> None:
-        flight.news.set()
+        flight.progress.set()
         self._running.discard(task)
         failed = task.cancelled() or task.exception() is not None
         if flight.step is None and failed:
@@ -584,7 +615,7 @@ class GatewaySession:
             new = AnswerDelta(delta.get("reasoning_content") or "", delta.get("content") or "")
             if new.reasoning or new.content:
                 flight.deltas.append(new)
-                flight.news.set()
+                flight.progress.set()
 
         now = time.monotonic()
         asked = ModelCall(
@@ -726,7 +757,7 @@ class GatewaySession:
             response.message,
             response.finish_reason,
             response,
-            stop=stop if isinstance(stop, str) else None,
+            stop=stop if isinstance(stop, str | int) else None,
             num_prompt_tokens=response.num_prompt_tokens,
             num_completion_tokens=response.num_completion_tokens,
             num_cached_tokens=int(response.info.get("num_cached_tokens", 0)),

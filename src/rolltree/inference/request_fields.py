@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from rolltree.values.errors import ConfigError, TokenError, UnsupportedSetting, did_you_mean
 from rolltree.values.types import ChatMessage, IntArray, MessageType, SamplingParams
@@ -21,44 +21,57 @@ TokenIds = Literal["auto", "vllm", "off"]
 LogprobsMode = Literal["raw", "processed"]
 """Whether a server's logprobs are the model's own or those of the distribution sampled from."""
 
-_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    "allowed_token_ids": ([],),
-    "bad_words": ([],),
-    "best_of": (1,),
-    "frequency_penalty": (0,),
-    "logit_bias": ({},),
-    "min_p": (0,),
-    "min_tokens": (0,),
-    "presence_penalty": (0,),
-    "repetition_penalty": (1,),
-    "response_format": ({"type": "text"},),
-    "tool_choice": ("auto", "none"),
-    "top_k": (0, -1),
-    "top_p": (1,),
-    "typical_p": (1,),
-    "use_beam_search": (False,),
+
+class RequestField(NamedTuple):
+    """A field of OpenAI's and vLLM's completion requests, as clients and servers treat it.
+
+    Its `kind` is "setting" (`SamplingParams` has it), "shaping" (it changes the distribution of
+    tokens), "answer" (the prompt, the end or the report of an answer), "ask" (how many answers, as
+    a stream, with ids), "note" (nothing) or "client" (an argument that is not sent). A `neutral`
+    value asks for what is done without the field.
+    """
+
+    kind: str
+    neutral: tuple[Any, ...] = ()
+
+
+def _rows(kind: str, names: str, *neutral: Any) -> dict[str, RequestField]:
+    return dict.fromkeys(names.split(), RequestField(kind, neutral))
+
+
+# All fields beside the prompt, the tools and the model; servers ignore most others.
+FIELDS: Mapping[str, RequestField] = {
+    **_rows("setting", "max_tokens max_completion_tokens stop stop_token_ids seed"),
+    **_rows("shaping", "temperature"),
+    **_rows("shaping", "top_k", 0, -1),
+    **_rows("shaping", "frequency_penalty presence_penalty min_p min_tokens", 0),
+    **_rows("shaping", "top_p repetition_penalty best_of typical_p", 1),
+    **_rows("shaping", "allowed_token_ids bad_words", []),
+    **_rows("shaping", "logit_bias", {}),
+    **_rows("shaping", "response_format", {"type": "text"}),
+    **_rows("shaping", "tool_choice", "auto", "none"),
+    **_rows("shaping", "use_beam_search", False),
+    **_rows("shaping", "guided_choice guided_grammar guided_json guided_regex structured_outputs"),
+    **_rows("answer", "add_special_tokens continue_final_message echo ignore_eos", False),
+    **_rows("answer", "include_stop_str_in_output", False),
+    **_rows("answer", "include_reasoning parallel_tool_calls", True),
+    **_rows("answer", "detokenize skip_special_tokens spaces_between_special_tokens", True, False),
+    **_rows("answer", "priority top_logprobs", 0),
+    **_rows("answer", "length_penalty", 1),
+    **_rows("answer", "output_kind", 0, 2),
+    **_rows("answer", "chat_template_kwargs", {}),
+    **_rows("answer", "modalities", ["text"]),
+    **_rows("answer", "suffix", ""),
+    **_rows("answer", "add_generation_prompt chat_template documents kv_transfer_params"),
+    **_rows("answer", "prompt_logprobs reasoning_effort return_routed_experts verbosity"),
+    **_rows("answer", "truncate_prompt_tokens"),
+    **_rows("ask", "n logprobs stream stream_options return_token_ids return_tokens_as_token_ids"),
+    **_rows("note", "cache_salt metadata prompt_cache_key prompt_cache_retention request_id"),
+    **_rows("note", "safety_identifier service_tier store user"),
+    **_rows("client", "extra_body extra_headers extra_query timeout"),
 }
-"""Fields that change the distribution of a token, and the values with which they do not."""
-_HARMLESS = frozenset(
-    [
-        *("add_generation_prompt", "add_special_tokens", "cache_salt", "chat_template"),
-        *("chat_template_kwargs", "continue_final_message", "detokenize", "documents", "echo"),
-        *("extra_body", "extra_headers", "extra_query", "ignore_eos", "include_reasoning"),
-        *("include_stop_str_in_output", "kv_transfer_params", "length_penalty", "logprobs"),
-        *("max_completion_tokens", "max_tokens", "metadata", "modalities", "n"),
-        *("parallel_tool_calls", "priority", "prompt_logprobs", "reasoning_effort", "request_id"),
-        *("return_routed_experts", "return_token_ids", "return_tokens_as_token_ids", "seed"),
-        *("service_tier", "skip_special_tokens", "spaces_between_special_tokens", "stop"),
-        *("stop_token_ids", "store", "stream", "stream_options", "timeout", "top_logprobs"),
-        *("truncate_prompt_tokens", "user", "verbosity"),
-    ]
-)
-"""Fields that affect the prompt, the end of sampling or the report, but no distribution."""
-_CONSTRAINING = frozenset(
-    ["guided_choice", "guided_grammar", "guided_json", "guided_regex", "structured_outputs"]
-)
-KNOWN_FIELDS = _HARMLESS | _NEUTRAL.keys() | _CONSTRAINING
-"""The fields of OpenAI's and vLLM's requests; servers ignore most others."""
+KNOWN_FIELDS = frozenset(FIELDS)
+_UNKNOWN = RequestField("shaping")
 
 
 def check_choice(name: str, value: str, known: Sequence[str]) -> None:
@@ -151,17 +164,18 @@ def distribution_changes(sampling: SamplingParams) -> dict[str, Any]:
     >>> distribution_changes(asked)
     {'top_p': 0.9}
     """
-    if not sampling.extra and sampling.top_p == 1 and sampling.top_k in _NEUTRAL["top_k"]:
+    if not sampling.extra and sampling.top_p == 1 and sampling.top_k in FIELDS["top_k"].neutral:
         return {}  # the fast path of most calls
-    neutral = {**_NEUTRAL, "temperature": (sampling.temperature,)}
-    body: Mapping[str, Any] = sampling.extra.get("extra_body") or {}
     own = {"top_p": sampling.top_p, "top_k": sampling.top_k}
-    return {
-        name: value
-        for name, value in itertools.chain(own.items(), sampling.extra.items(), body.items())
+    body: Mapping[str, Any] = sampling.extra.get("extra_body") or {}
+    changes: dict[str, Any] = {}
+    for name, value in itertools.chain(own.items(), sampling.extra.items(), body.items()):
+        field = FIELDS.get(name, _UNKNOWN)
+        neutral = (sampling.temperature,) if name == "temperature" else field.neutral
         # None is not sent.
-        if name not in _HARMLESS and value is not None and value not in neutral.get(name, ())
-    }
+        if field.kind == "shaping" and value is not None and value not in neutral:
+            changes[name] = value
+    return changes
 
 
 def samples_the_model(sampling: SamplingParams) -> bool:

@@ -11,7 +11,7 @@ from rolltree.narrator.facts import Facts, Looked, StoryRollout
 from rolltree.narrator.rewards import earns_most, reward_moves
 from rolltree.narrator.trends import mean_change, ratio_of, since
 from rolltree.narrator.words import Cases, equals, percent, short, shown_rollouts
-from rolltree.values.state import OF_ENVIRONMENT
+from rolltree.values.state import OF_CLEANUP, OF_ENVIRONMENT
 
 LEAST_SHARE = 0.2  # of rollouts that end at a limit, from which it is reported
 LEAST_BREAKS = 0.05
@@ -273,6 +273,9 @@ def same_questions(facts: Facts) -> Cases:
         }
 
 
+_WHO = {OF_ENVIRONMENT: "The environment", OF_CLEANUP: "A cleanup of the environment"}
+
+
 def scoring(facts: Facts) -> Cases:
     """Find reward functions and environments that raise, since the rollouts are scored."""
     found: dict[str, list[tuple[StoryRollout, str]]] = defaultdict(list)
@@ -281,9 +284,7 @@ def scoring(facts: Facts) -> Cases:
             found[function].append((looked.rollout, message))
     for function, raised in found.items():
         yield {
-            "function": "The environment"
-            if function == OF_ENVIRONMENT
-            else f"The reward function {short(function)}",
+            "function": _WHO.get(function, f"The reward function {short(function)}"),
             "num": len(raised),
             "num_read": len(facts.looked),
             "share": len(raised) / len(facts.looked),

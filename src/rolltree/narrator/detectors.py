@@ -421,7 +421,7 @@ DETECTORS: Mapping[str, Detector] = {
     ),
     "few_examples": Detector(
         condition=of_rewards.few_examples,
-        sentence="With {num} examples the reward is known only to ±{half_width:.2f}.",
+        sentence="With {examples} the reward is known only to ±{half_width}.",
         severity="info",
         advice="Measure more (-n 100) before you compare it with anything.",
         page="evaluation.md",

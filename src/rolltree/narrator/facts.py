@@ -130,6 +130,11 @@ class Facts:
         """Return the mean of a metric over all steps; a step without it counts as 0."""
         return sum(value for _, value in self.series(name)) / max(1, len(self.steps))
 
+    @property
+    def is_broken(self) -> bool:
+        """Whether code of the environment or of a reward function raised in most rollouts."""
+        return 2 * sum(bool(each.scoring_errors) for each in self.looked) > len(self.looked)
+
     @cached_property
     def rewards(self) -> list[float]:
         """All rewards except those of delegated rollouts, in ascending order."""

@@ -24,6 +24,7 @@ from rolltree.narrator.trends import (
 )
 from rolltree.narrator.words import (
     Cases,
+    decimals,
     equals,
     interval_text,
     percent,
@@ -292,6 +293,9 @@ def reward_trend(facts: Facts) -> Cases:
 
 def level(facts: Facts) -> Cases:
     """Find that hardly anything is earned at the end, or nearly everything in an evaluation."""
+    # Where code raises everywhere, the reward says nothing about the model.
+    if facts.is_broken:
+        return
     played, steps = facts.played_reward, sorted(facts.group_rewards)
     last = rewards_of(facts.group_rewards, steps[ends(len(steps))[1] :] or steps)
     if played is None and not last:
@@ -316,7 +320,9 @@ def few_examples(facts: Facts) -> Cases:
     if reward is not None and reward.low is not None and reward.high is not None:
         half_width = (reward.high - reward.low) / 2
         if half_width > WIDE:
-            yield {"num": reward.num_examples, "half_width": half_width}
+            num = reward.num_examples
+            examples = f"{num} example" if num == 1 else f"{num} examples"
+            yield {"examples": examples, "half_width": decimals(half_width, 2)}
 
 
 def _of_trend(facts: Facts, found: Trend, severity: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from rolltree._helpers.untrusted import visible
 from rolltree.narrator.facts import StoryRollout
 
 Cases = Iterator[dict[str, Any]]
@@ -26,9 +27,14 @@ def percent(share: float) -> str:
     return f"{100 * share:.0f} %" if share >= 0.01 or share == 0 else f"{100 * share:.2g} %"
 
 
+def decimals(number: float, digits: int) -> str:
+    """Return a number with so many decimals, or with its power of ten if it is large."""
+    return f"{number:.{digits}f}" if abs(number) < 1e6 else f"{number:.3g}"
+
+
 def short(text: str | None, limit: int = NAME_LENGTH) -> str:
     """Return a text that a run wrote, in one line, cut if it is long."""
-    said = " ".join(str(text).split())
+    said = " ".join(visible(str(text)).split())
     return said if len(said) <= limit else said[: limit - 1] + "…"
 
 

@@ -22,7 +22,7 @@ from rolltree._helpers.tasks import run_shielded
 from rolltree.rollouts.decode import VERSION
 from rolltree.rollouts.message_table import MessageTable
 from rolltree.rollouts.record_steps import trajectory_data
-from rolltree.store import Run, StoredRollout, dumps
+from rolltree.store import Run, StoredRollout, dumps, loads
 from rolltree.tokens import StepTokens, TokenTree, Trajectory, peek
 from rolltree.values.errors import TokenError, error_kind
 from rolltree.values.state import UnscoredSnapshot
@@ -130,7 +130,7 @@ def _encode(result: RolloutResult, index: int, state: State | None, blobs: bool)
         "train_step": request.train_step,
         "env_id": request.env_id,
         "example_id": request.input.get("example_id"),
-        "task": str(request.input.get("task", "")),
+        "task": _task_text(request.input.get("task")),
         "num_attempts": result.num_attempts,
         "status": "ok" if error is None else "error",
         "error_type": None if error is None else error.type,
@@ -196,7 +196,7 @@ def _state_columns(
         "parent_rollout": state.parent_rollout,
         # Of a rollout that nobody delegated it is the environment's own word, and may be anything.
         "depth": int(state.get("depth") or 0) if state.parent_rollout is not None else 0,
-        "task": (str(task) if task is not None else "") or request_columns["task"],
+        "task": _task_text(task) or request_columns["task"],
         "reward": _number(state.reward),
         "status": "error" if status_of else request_columns["status"],
         "error_type": status_of[0]["type"] if status_of else request_columns["error_type"],
@@ -226,6 +226,13 @@ def _state_columns(
         "started_at": _number(timing.get("start_time")),
         "metrics": dict(state.metrics or {}),
     }
+
+
+def _task_text(task: Any) -> str:
+    """Return the text of a task, which an environment may have made anything."""
+    # As it will be read again, so that column and record agree.
+    read = task if type(task) is str else loads(dumps(task))
+    return "" if read is None else str(read)
 
 
 def _without_repeated_traceback(
@@ -319,7 +326,8 @@ def _state_data(
     data: dict[str, Any] = {
         "has": [key for key in _STATE_APART if key in own],
         "fields": {
-            key: redact(value) if key in _ERRORS else value
+            # Without what an environment put there and nobody can read.
+            key: redact(loads(dumps(value))) if key in _ERRORS else value
             for key, value in own.items()
             if key not in _STATE_APART
         },
@@ -344,7 +352,7 @@ def _state_data(
 def _unscored_data(state: State, before: UnscoredSnapshot) -> dict[str, Any]:
     """Return the keys that scoring added and the values before scoring; None is left out."""
     data: dict[str, Any] = {
-        "added": sorted(dict.keys(state) - before.keys, key=str),
+        "added": sorted(dict.keys(state) - before.keys, key=dumps),
         "reward": before.reward,
         "metrics": before.metrics,
         "has_step_rewards": before.has_step_rewards,

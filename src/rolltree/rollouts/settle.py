@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache, partial
 from typing import Any
 
-from rolltree.tokens import is_plain_step
+from rolltree.tokens import Trajectory, is_plain_step
 from rolltree.values.state import INPUT_FIELDS, RAISED
 from rolltree.values.steps import MAX_REWARD
 from rolltree.values.types import RolloutTiming, State
@@ -59,11 +59,12 @@ def settle_states(
 class KeptParts:
     """What a state has before reward functions get it, in case that they lose it."""
 
-    __slots__ = ("_calls", "_row", "_state")
+    __slots__ = ("_calls", "_completion", "_row", "_state")
 
     def __init__(self, state: State) -> None:
         self._state = state
         self._calls = dict.get(state, "trajectory")
+        self._completion = dict.get(state, "completion")
         source: Any = dict.get(state, "input")
         # A state made by hand may have neither, and needs neither.
         is_whole = isinstance(source, dict) and isinstance(dict.get(state, "timing"), dict)
@@ -72,9 +73,13 @@ class KeptParts:
     def settle(self) -> None:
         """Restore what is gone, and replace what is odd."""
         settle_state(self._state, self._row, self._calls)
+        if self._completion is not None:
+            self._state.setdefault("completion", self._completion)
 
 
+# Exact types, since a class of an environment's author may raise when it is read.
 _DICT = frozenset([dict])
+_LISTS = (Trajectory, list)
 _NONE = type(None)
 _PLAIN_TYPES = {
     **dict.fromkeys(("error", "final_env_response", *RAISED), (_NONE,)),
@@ -84,6 +89,7 @@ _PLAIN_TYPES = {
     **dict.fromkeys(FLAGS, (bool, _NONE)),
     "metrics": (dict, _NONE),
     "completion": (str, list, _NONE),
+    "cleaned_up": (bool, _NONE),
 }
 
 
@@ -99,26 +105,33 @@ def _is_plain(state: State) -> bool:
     if not _are_plain(tuple(map(type, map(get, _PLAIN_TYPES)))):
         return False
     metrics = get("metrics")
+    # Lone surrogates are written to the columns as other characters than to the record.
+    for text in (*map(get, TEXTS), *(metrics or ())):
+        if text is not None and (type(text) is not str or not text.isascii()):
+            return False
     for number in (*map(get, NUMBERS), *(metrics.values() if metrics else ())):
         if number is not None and (type(number) is not float or not abs(number) <= MAX_REWARD):
             return False
     said = get("completion")
     if type(said) is list and not _DICT.issuperset(map(type, said)):
         return False
-    steps = get("trajectory")
-    return isinstance(steps, list) and all(map(is_plain_step, steps))
+    steps: Any = get("trajectory")
+    return type(steps) in _LISTS and all(map(is_plain_step, steps))
 
 
 def _is_whole(state: State, row: Mapping[str, Any]) -> bool:
     """Whether a state still has the inputs of its row, and its times."""
     source, timing = dict.get(state, "input"), dict.get(state, "timing")
     return (
-        isinstance(source, dict)
-        and isinstance(timing, dict)
+        type(source) is dict
+        and type(timing) is dict
         and source.keys() >= _INPUTS & row.keys()
         and type(source.get("prompt")) is type(row.get("prompt"))
-        and all(map(is_finite, map(timing.get, TIMES)))
+        and all(type(time) in _NUMBER and is_finite(time) for time in map(timing.get, TIMES))
     )
+
+
+_NUMBER = (float, int)
 
 
 def is_finite(value: Any) -> bool:

@@ -105,7 +105,7 @@ def _sample(
     info: dict[str, Any],
 ) -> Sample:
     origins = [(rollout.index, rollout.origins(calls)) for rollout, calls in parts]
-    info["rollouts"] = tuple(index for index, found in origins for _ in found)
+    info["rollouts"] = tuple(index for index, own in origins for _ in own)
     changed = tuple(
         (rollout.index, call.index, call.changed_sampling)
         for rollout, calls in parts
@@ -114,7 +114,7 @@ def _sample(
     )
     if changed:
         info["changed_sampling"] = changed
-    together = tuple(origin for _, found in origins for origin in found)
+    together = tuple(origin for _, own in origins for origin in own)
     return Sample(ids, positions, subtree_end, records, together, info)
 
 
@@ -230,20 +230,6 @@ def layout(tree: TokenTree, handles: Iterable[int]) -> Layout:
         # follows the run.
         stack.extend(branches)
         total += end - arena.run_start[run]
-
-    return _arrays(tree, total, starts, lengths, offsets, depths, segment_lengths, segment_ends)
-
-
-def _arrays(
-    tree: TokenTree,
-    total: int,
-    starts: list[int],
-    lengths: list[int],
-    offsets: list[int],
-    depths: list[int],
-    segment_lengths: list[int],
-    segment_ends: list[int],
-) -> Layout:
     order = np.arange(total, dtype=np.int32)
     shift = np.array(offsets, dtype=np.int32)
     # In a run, arena indices and depths grow with the position, so one offset per run suffices.
@@ -251,7 +237,7 @@ def _arrays(
     packed = np.full(tree.num_tokens, -1, dtype=np.int32)
     packed[from_arena] = order
     return Layout(
-        ids=tree.arena.ids[from_arena],
+        ids=arena.ids[from_arena],
         positions=order + np.repeat(np.array(depths, np.int32) - shift, lengths),
         subtree_end=np.repeat(np.array(segment_ends, np.int32), segment_lengths),
         packed=packed,
@@ -315,7 +301,7 @@ def _loss_input(
     """
     parts = []
     for handle, count in zip(handles, counts, strict=True):
-        found = np.full(count, np.nan, np.float32)
+        values = np.full(count, np.nan, np.float32)
         stream = tree.stream(name, handle)
         if stream is not None:
             if isinstance(stream, PlacedStream) or np.ndim(stream.values) != 1:
@@ -328,8 +314,8 @@ def _loss_input(
             start = (stream.start or 0) - tree.prompt_len(handle)
             low = max(0, start)
             high = max(low, min(count, start + len(stream.values)))
-            found[low:high] = stream.values[low - start : high - start]
-        parts.append(found)
+            values[low:high] = stream.values[low - start : high - start]
+        parts.append(values)
     return concat(parts, np.float32)
 
 

@@ -166,8 +166,8 @@ def trajectory_breaks(
     but builds no samples.
     """
     rollout = resolve_rollout(0, trajectory, skip_invalid=True)
-    found = find_openings(rollout, by_prefix(rollout.tree, rollout.calls), decode)
-    return [item for item in found if item.is_break]
+    openings = find_openings(rollout, by_prefix(rollout.tree, rollout.calls), decode)
+    return [item for item in openings if item.is_break]
 
 
 def _check_options(scope: str, max_seq_len: int | None, group_key: GroupKey | None) -> None:
@@ -275,8 +275,8 @@ def _skipped(rollout: ResolvedRollout) -> list[Skipped]:
             reason, count = SkipReason.NO_SOURCE, 1
         if reason is not None:
             no_ids = _NO_IDS if reason is SkipReason.NO_TOKENS else ""
-            said = step.problem or no_ids
-            problem = f"rollout {rollout.rollout_id}: {said}" if said else ""
+            why = step.problem or no_ids
+            problem = f"rollout {rollout.rollout_id}: {why}" if why else ""
             skipped.append(Skipped(rollout.index, step.index, reason, count, problem))
     return skipped
 
@@ -412,7 +412,7 @@ def find_openings(
     agents: dict[str, dict[str, _Conversation]] = {}
     homes: dict[tuple[int, str], _Conversation] = {}
     asked: dict[tuple[str, Place], ResolvedStep] = {}
-    found: list[Break] = []
+    breaks: list[Break] = []
     before: ResolvedStep | None = None
     for call in ordered:
         group, at = place[call.index]
@@ -442,8 +442,8 @@ def find_openings(
                 was=rollout.messages(previous.index, with_answer=True),
                 now=now,
             )
-            found.append(why.of(rollout.index, call.index, previous.index, call.agent))
+            breaks.append(why.of(rollout.index, call.index, previous.index, call.agent))
         kin.latest.pop(home[0], None)
         kin.latest[home[0]] = call
         before = asked[same_prompt] = call
-    return found
+    return breaks

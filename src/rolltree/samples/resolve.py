@@ -73,12 +73,12 @@ class ResolvedRollout:
 
     def messages(self, index: int, *, with_answer: bool = False) -> list[Mapping[str, Any]]:
         """Return the messages of a step's prompt; none if the prompt is text."""
-        found: list[Mapping[str, Any]] = []
+        listed: list[Mapping[str, Any]] = []
         for name in ("prompt", "completion") if with_answer else ("prompt",):
             part = peek(self.source[index], name)
             if part and not isinstance(part, str) and isinstance(part, Sequence):
-                found += [message for message in part if isinstance(message, Mapping)]
-        return found
+                listed += [message for message in part if isinstance(message, Mapping)]
+        return listed
 
     def origins(self, calls: Sequence[ResolvedStep]) -> list[SampleOrigin]:
         """Return the origins of a sample with these calls: one per agent, in order."""
@@ -179,6 +179,9 @@ def changed_sampling(step: Any) -> str | None:
 
 def _changed_sampling(extras: Mapping[str, Any]) -> str | None:
     temperature, changes = extras.get("temperature", 1.0), extras.get("sampling")
+    # Asked for every call of a batch, and nearly all of them are so.
+    if not changes and type(temperature) is float and 0 < temperature < math.inf:
+        return None
     return not_the_models_own(temperature, {} if changes is None else changes)
 
 
@@ -250,14 +253,14 @@ def _fresh_tree(
             else:
                 handles.append(insert_step(tree, step))
         except (TokenError, *_UNREADABLE) as error:
-            said = str(error)
+            problem = str(error)
             if not isinstance(error, TokenError):
-                said = f"its tokens cannot be read ({type(error).__name__}: {error})"
+                problem = f"its tokens cannot be read ({type(error).__name__}: {error})"
             if problems is not None:
-                problems[position] = said
+                problems[position] = problem
                 handles.append(NO_TOKENS)
                 continue
-            raise TokenError(f"step {position} of rollout {index}: {said}") from error
+            raise TokenError(f"step {position} of rollout {index}: {problem}") from error
     return tree, handles
 
 

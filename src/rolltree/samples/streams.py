@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rolltree.tokens import ROUTED_EXPERTS, PlacedStream, TokenTree
+from rolltree.tokens import ROUTED_EXPERTS, PlacedStream, TokenStream, TokenTree
 from rolltree.tokens.routing import routing_version
 from rolltree.values.errors import TokenError
 from rolltree.values.types import IntArray
@@ -50,9 +50,7 @@ def tree_streams(tree: TokenTree) -> dict[str, SampleStream]:
     newest_first = sorted(range(tree.num_calls), key=lambda call: -routing_version(tree, call))
     for name in tree.extra.names():
         parts = [
-            _by_token(tree, handle, stream.positions, tuple(stream.values))
-            if isinstance(stream, PlacedStream)
-            else _by_token(tree, handle, _range(stream.start or 0, stream.values), stream.values)
+            _by_token(tree, handle, stream)
             for handle in (newest_first if name == ROUTED_EXPERTS else range(tree.num_calls))
             if (stream := tree.stream(name, handle)) is not None
         ]
@@ -63,13 +61,14 @@ def tree_streams(tree: TokenTree) -> dict[str, SampleStream]:
     return streams
 
 
-def _range(start: int, values: NDArray[Any]) -> IntArray:
-    return np.arange(start, start + len(values), dtype=np.int32)
-
-
-def _by_token(tree: TokenTree, handle: int, positions: Any, values: Any) -> SampleStream:
-    """Return values at path positions of a call, moved to arena indices."""
-    at = np.asarray(positions, dtype=np.int32)
+def _by_token(tree: TokenTree, handle: int, stream: TokenStream | PlacedStream) -> SampleStream:
+    """Return a stream of a call with arena indices in place of positions of the path."""
+    values: Any = stream.values
+    if isinstance(stream, PlacedStream):
+        at, values = np.asarray(stream.positions, np.int32), tuple(values)
+    else:
+        start = stream.start or 0
+        at = np.arange(start, start + len(values), dtype=np.int32)
     if not len(at):
         return SampleStream(at, values)
     low, high = int(at.min()), int(at.max()) + 1

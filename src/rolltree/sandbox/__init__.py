@@ -20,17 +20,12 @@ from rolltree.sandbox.interface import (
     SandboxLevel,
 )
 from rolltree.sandbox.local import LocalBackend
-from rolltree.values.errors import UnknownName, did_you_mean
+from rolltree.values.errors import look_up
 
 _BACKENDS: Mapping[str, Callable[..., SandboxBackend]] = {
     "local": LocalBackend,
     "docker": DockerBackend,
 }
-
-
-def known_backends() -> tuple[str, ...]:
-    """Return the names that `backend_of` accepts."""
-    return tuple(_BACKENDS)
 
 
 def backend_of(backend: str | SandboxBackend = "local", **settings: Any) -> SandboxBackend:
@@ -44,11 +39,7 @@ def backend_of(backend: str | SandboxBackend = "local", **settings: Any) -> Sand
         if settings:
             raise TypeError("a backend object takes no settings; pass them to its constructor.")
         return backend
-    if backend not in _BACKENDS:
-        raise UnknownName(
-            f"there is no sandbox backend {backend!r}.{did_you_mean(backend, _BACKENDS)}"
-        )
-    return _BACKENDS[backend](**settings)
+    return look_up("sandbox backend", backend, _BACKENDS)(**settings)
 
 
 __all__ = [
@@ -62,5 +53,4 @@ __all__ = [
     "SandboxBackend",
     "SandboxLevel",
     "backend_of",
-    "known_backends",
 ]

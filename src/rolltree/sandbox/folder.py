@@ -602,7 +602,6 @@ class FolderSandbox(ABC):
 
     def _not_started(self, why: str) -> RunResult:
         # As in a shell: the model wrote the command, so the failure is its own.
-
         return RunResult("", f"{why}\n", "exit", 126, level=self.level.name)
 
     def _check_open(self) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -23,7 +23,6 @@ from rolltree.sandbox.harbor_tasks import HarborTask, filled_env, read_tasks
 from rolltree.sandbox.harbor_worlds import (
     HARBOR_LIMITS,
     HarborWorld,
-    Verdict,
     sandbox_world,
     solved,
     verdict_on,
@@ -128,13 +127,20 @@ class HarborTasks:
             for name in names
         ]
 
-    def reward_in(self, verdict: Mapping[str, Any]) -> float:
-        """Return the reward of a `Verdict`, given as a dict; 0 if the tests wrote no reward.
+    async def judge(self, world: HarborWorld, task: HarborTask) -> dict[str, Any]:
+        """Run a task's tests in a world, and return their verdict as a state keeps it."""
+        verdict = asdict(await verdict_on(world, task))
+        try:
+            return {**verdict, "reward": self.reward_in(verdict["rewards"])}
+        except ConfigError as error:  # the agent's code, too, may write a file with other values
+            return {**verdict, "reward": 0.0, "problem": verdict["problem"] or str(error)}
+
+    def reward_in(self, rewards: Mapping[str, float]) -> float:
+        """Return the reward among the values that tests wrote; 0 if they wrote none.
 
         Raises:
             ConfigError: the tests wrote several values, and none is the reward.
         """
-        rewards: Mapping[str, float] = verdict["rewards"]
         if not rewards or self.reward_key in rewards:
             return rewards.get(self.reward_key, 0.0)
         if len(rewards) == 1:
@@ -151,12 +157,12 @@ class HarborTasks:
         world = await self.make(task)
         try:
             ran = await solved(world, task)
-            verdict = harbor_verdict(await verdict_on(world, task), self)
+            verdict = await self.judge(world, task)
         finally:
             await world.close()
         reward, problem = verdict["reward"], verdict["problem"]
         if problem is None and reward <= 0:
-            problem = f"solve.sh: {ran.text()[-300:]!r}; tests: {verdict['said'][-300:]!r}"
+            problem = f"solve.sh: {ran.text()[-300:]!r}; tests: {verdict['output'][-300:]!r}"
         return OracleResult(task.name, reward, problem)
 
 
@@ -327,12 +333,8 @@ class HarborEnv(HarborWorlds, SandboxToolEnv):
 
     async def _play_turns(self, state: State, session: Any, model: str, args: SamplingArgs) -> None:
         await super()._play_turns(state, session, model, args)
-        await self.judge(state, self._worlds[state["sandbox_id"]])
-
-    async def judge(self, state: State, world: HarborWorld) -> None:
-        """Run the task's tests in a world, and write their verdict into `state["harbor"]`."""
-        task = self.harbor.of(state)
-        state["harbor"] = harbor_verdict(await verdict_on(world, task), self.harbor)
+        world = self._worlds[state["sandbox_id"]]
+        state["harbor"] = await self.harbor.judge(world, self.harbor.of(state))
 
     @cleanup(priority=-100)
     async def close_world(self, state: State) -> None:
@@ -340,15 +342,6 @@ class HarborEnv(HarborWorlds, SandboxToolEnv):
         world = self._worlds.pop(state.get("sandbox_id") or "", None)
         if world is not None:
             await world.close()
-
-
-def harbor_verdict(verdict: Verdict, tasks: HarborTasks) -> dict[str, Any]:
-    """Return the dict that a state keeps of a verdict."""
-    found = verdict.as_dict()
-    try:
-        return {**found, "reward": tasks.reward_in(found)}
-    except ConfigError as error:  # the agent's code, too, may write a file with other values
-        return {**found, "reward": 0.0, "problem": found["problem"] or str(error)}
 
 
 def _time_left(state: State, task: HarborTask) -> float:

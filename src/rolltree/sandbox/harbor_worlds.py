@@ -14,17 +14,20 @@ import shlex
 import stat
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import msgspec
 
 from rolltree._helpers.untrusted import read_json, shorten
-from rolltree.sandbox import Limits, LocalBackend, RunResult, SandboxLevel
+from rolltree.sandbox import Limits, LocalBackend, RunResult
 from rolltree.sandbox.harbor_tasks import HarborTask, WorldFiles, filled_env
 from rolltree.sandbox.local import LocalSandbox
 from rolltree.values.errors import ConfigError, SandboxFileError, SandboxUnavailable
+
+if TYPE_CHECKING:
+    from rolltree.sandbox.harbor_docker import DockerWorld
 
 HARBOR_LIMITS = Limits(
     wall_s=600.0,
@@ -38,7 +41,7 @@ HARBOR_LIMITS = Limits(
 """Resource limits of a world, unless its task sets its own; one command's output is 64 KiB."""
 _FOLDERS = ("logs/verifier", "logs/agent", "logs/artifacts", "tests", "solution")
 _REWARD_BYTES = 2**16
-_SAID = 2000
+_OUTPUT_CHARS = 2000
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,47 +54,11 @@ class Verdict:
     problem: str | None = None
     # How the tests ended, and the end of their output.
     ended: str = ""
-    said: str = ""
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the verdict as JSON values."""
-        return asdict(self)
+    output: str = ""
 
 
-class HarborWorld(Protocol):
-    """One task's world."""
-
-    @property
-    def id(self) -> str:
-        """A unique name."""
-        ...
-
-    @property
-    def level(self) -> SandboxLevel:
-        """How well the world is isolated."""
-        ...
-
-    async def run(
-        self, script: str, *, limit_s: float | None, env: Mapping[str, str], user: str | None = None
-    ) -> RunResult:
-        """Run a shell script in the task's folder."""
-        ...
-
-    async def add(self, folder: Path, name: str) -> None:
-        """Copy a folder of the task to `/name`."""
-        ...
-
-    async def end_agent(self) -> str | None:
-        """End the agent's processes, empty all folders but the task's; return why that failed."""
-        ...
-
-    async def read(self, path: str) -> bytes | None:
-        """Return a file's content; None if there is no regular file of that name."""
-        ...
-
-    async def close(self) -> None:
-        """Delete the world."""
-        ...
+HarborWorld: TypeAlias = "SandboxWorld | DockerWorld"
+"""One task's world."""
 
 
 async def verdict_on(world: HarborWorld, task: HarborTask) -> Verdict:
@@ -115,15 +82,15 @@ async def verdict_on(world: HarborWorld, task: HarborTask) -> Verdict:
         env=env,
         user=task.verifier_user,
     )
-    said = ran.text()[-_SAID:]
+    output = ran.text()[-_OUTPUT_CHARS:]
     for path, read in _REWARD_FILES.items():
         data = await world.read(path)
         if data is not None:
             try:
-                return Verdict(read(data), None, ran.ended, said)
+                return Verdict(read(data), None, ran.ended, output)
             except ValueError as error:
-                return Verdict({}, f"{path} is not a reward ({error})", ran.ended, said)
-    return Verdict({}, "the tests wrote no reward", ran.ended, said)
+                return Verdict({}, f"{path} is not a reward ({error})", ran.ended, output)
+    return Verdict({}, "the tests wrote no reward", ran.ended, output)
 
 
 async def solved(world: HarborWorld, task: HarborTask) -> RunResult:
@@ -171,16 +138,7 @@ class SandboxWorld:
 
     def __init__(self, sandbox: LocalSandbox, files: WorldFiles) -> None:
         self.sandbox, self._files = sandbox, files
-
-    @property
-    def id(self) -> str:
-        """The sandbox's id."""
-        return self.sandbox.id
-
-    @property
-    def level(self) -> SandboxLevel:
-        """The sandbox's isolation level."""
-        return self.sandbox.level
+        self.id, self.level = sandbox.id, sandbox.level
 
     async def run(
         self, script: str, *, limit_s: float | None, env: Mapping[str, str], user: str | None = None

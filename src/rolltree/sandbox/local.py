@@ -322,7 +322,7 @@ class LocalSandbox(FolderSandbox):
         return str(Path(self._backend.runtime.executable).parent)
 
     def _rlimits(self, limits: Limits, machine: Machine) -> dict[str, int]:
-        found = {
+        rlimits = {
             "RLIMIT_AS": limits.memory_bytes,
             "RLIMIT_FSIZE": limits.disk_bytes,
             "RLIMIT_NOFILE": limits.max_open_files,
@@ -333,15 +333,15 @@ class LocalSandbox(FolderSandbox):
             "RLIMIT_MSGQUEUE": 0,
         }
         if self._uid is not None:
-            found["RLIMIT_NPROC"] = limits.max_processes
+            rlimits["RLIMIT_NPROC"] = limits.max_processes
         elif not machine.is_root:
             # If the kernel counts all processes of the user, those that run already are added.
             own_count = self._is_wrapped or self._candidate.bounded
             # bwrap's monitor is in the parent namespace, where it counts, too.
             trusted = 1 if self._is_wrapped else 0
             others = trusted if own_count and machine.kernel >= (5, 14) else num_tasks_of_user()
-            found["RLIMIT_NPROC"] = limits.max_processes + others
-        return found
+            rlimits["RLIMIT_NPROC"] = limits.max_processes + others
+        return rlimits
 
     async def close(self) -> None:
         """Kill all processes, delete the folder, and release the user id."""

@@ -217,17 +217,17 @@ class SupervisedProcess:
 
     def begin(self) -> None:
         """Begin a limited stretch of time."""
-        self._tell(b"b")
+        self._command(b"b")
 
     def end(self) -> None:
         """End the limited stretch."""
-        self._tell(b"e")
+        self._command(b"e")
 
     def kill(self, why: Ended = "closed") -> None:
         """Have the whole tree killed; `finished` is done when it is dead."""
         if self._override is None:
             self._override = why
-        self._tell(b"k")
+        self._command(b"k")
 
     async def stop(self) -> None:
         """Kill the tree and wait for its end, even if the caller is being cancelled."""
@@ -271,7 +271,7 @@ class SupervisedProcess:
             )
         return report
 
-    def _tell(self, command: bytes) -> None:
+    def _command(self, command: bytes) -> None:
         if self._control >= 0:
             with contextlib.suppress(OSError):
                 os.write(self._control, command)

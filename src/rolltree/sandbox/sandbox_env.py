@@ -184,7 +184,7 @@ class PythonEnv(SandboxEnv):
         session = self._python_sessions.get(sandbox.id)
         if session is None:
             session = self._python_sessions[sandbox.id] = sandbox.python_session()
-        return _told(await session.run(code))
+        return _session_text(await session.run(code))
 
     @cleanup(priority=-90)
     async def release_python(self, state: State) -> None:
@@ -194,7 +194,7 @@ class PythonEnv(SandboxEnv):
             await session.close()
 
 
-def _told(result: RunResult) -> str:
+def _session_text(result: RunResult) -> str:
     if result.ended == "exit" and result.exit_code in (0, 1):
         return result.stdout.rstrip("\n") or "(no output)"
     return f"{result.text()}\n[Python was restarted: variables are gone]".lstrip("\n")

@@ -30,7 +30,7 @@ import time
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from typing import Any, NoReturn
+    from typing import Any
 
 POLL_S = 0.02
 _COUNT_S = 0.2
@@ -357,7 +357,7 @@ class Watch:
         mappings = sum(address_pages(pid) for pid in pids) * _MAPPING_BYTES
         if queues + mappings <= room:
             return 0
-        mappings = self.count_mappings(pids) * _MAPPING_BYTES
+        mappings = in_turns(self.mappings, pids, num_mappings, _COUNT_S) * _MAPPING_BYTES
         if queues + mappings <= room:
             return mappings
         kinds = set().union(*(descriptors(pid) for pid in pids))
@@ -368,10 +368,6 @@ class Watch:
     def proportional_bytes(self, pids: list[int]) -> int:
         """Return the resident bytes of the tree; pages that its processes share count once."""
         return in_turns(self.portions, pids, proportional, 0.0)
-
-    def count_mappings(self, pids: list[int]) -> int:
-        """Count the mappings of the tree."""
-        return in_turns(self.mappings, pids, num_mappings, _COUNT_S)
 
     def cpu_s(self, pids: list[int]) -> float:
         """Return the CPU seconds of these living processes and of all that ended.
@@ -677,10 +673,5 @@ def too_much(folder: str, max_bytes: int, max_files: int) -> bool:
     return False
 
 
-def _run() -> NoReturn:
-    main()
-    sys.exit(0)
-
-
 if __name__ == "__main__":
-    _run()
+    main()

@@ -13,7 +13,7 @@ from rolltree.store.integrity import (
     TOTAL_NAMES,
     Counts,
     Totals,
-    checksum,
+    put_row,
     report_key,
     sum_rows,
 )
@@ -51,10 +51,7 @@ class Change:
         known = self.connection.execute(
             f"SELECT count(*) FROM {table} WHERE {key} = ?", values[:1]
         ).fetchone()[0]
-        marks = ", ".join("?" for _ in (*values, 0))
-        self.connection.execute(
-            f"INSERT OR REPLACE INTO {table} VALUES ({marks})", (*values, checksum(table, values))
-        )
+        put_row(self.connection, table, values)
         setattr(self.counts, table, getattr(self.counts, table) + 1 - known)
 
     def next_id(self) -> int:
@@ -70,19 +67,19 @@ class Change:
         same = "SELECT count(*) FROM rollouts WHERE request_id = ? AND +phase = ?"  # by its id
         others = self.connection.execute(same, (row["request_id"], row["phase"])).fetchone()[0]
         self.phases.add(row["phase"])
-        found = self._totals_of(row)
+        totals = self._totals_of(row)
         # A request is counted when its first row comes, and subtracted when its last row goes.
-        found.num_requests += times * (others == (times > 0))
-        found.num_rollouts += times
-        found.num_errors += times * (row["status"] == "error")
-        found.num_truncated += times * bool(row["truncated"])
+        totals.num_requests += times * (others == (times > 0))
+        totals.num_rollouts += times
+        totals.num_errors += times * (row["status"] == "error")
+        totals.num_truncated += times * bool(row["truncated"])
         # Delegated rollouts are rewarded for subtasks, so a phase's mean excludes them.
         if not row["depth"]:
-            found.num_scored += times * (row["reward"] is not None)
-            found.sum_reward += times * (row["reward"] or 0.0)
-        found.num_prompt_tokens += times * (row["num_prompt_tokens"] or 0)
-        found.num_completion_tokens += times * (row["num_completion_tokens"] or 0)
-        found.last_created_at = max(found.last_created_at, row["created_at"] or 0.0)
+            totals.num_scored += times * (row["reward"] is not None)
+            totals.sum_reward += times * (row["reward"] or 0.0)
+        totals.num_prompt_tokens += times * (row["num_prompt_tokens"] or 0)
+        totals.num_completion_tokens += times * (row["num_completion_tokens"] or 0)
+        totals.last_created_at = max(totals.last_created_at, row["created_at"] or 0.0)
         self.counts.rollouts += times
 
     def add_rollout(self, values: Sequence[Any]) -> int:
@@ -114,10 +111,10 @@ class Change:
         Return the type, the errors and the time of each row that failed.
         """
         names = ("id", *LIGHT)
-        found = self.connection.execute(
+        selected = self.connection.execute(
             f"SELECT {', '.join(names)} FROM rollouts WHERE request_id = ?", (request_id,)
         ).fetchall()
-        rows = [dict(zip(names, row, strict=True)) for row in found]
+        rows = [dict(zip(names, row, strict=True)) for row in selected]
         failed = [row for row in rows if row["status"] == "error"]
         if failed or (rows and not if_failed):
             self.connection.execute("DELETE FROM rollouts WHERE request_id = ?", (request_id,))
@@ -141,8 +138,8 @@ class Change:
         self._write_totals()
         gone = self.connection.execute("DELETE FROM totals WHERE phase = ?", (phase,)).rowcount
         self.counts.totals -= gone
-        for found in sum_rows(self.connection, phase):
-            self.totals[found.phase, found.env_id] = found
+        for totals in sum_rows(self.connection, phase):
+            self.totals[totals.phase, totals.env_id] = totals
             self.counts.totals += 1
 
     def finish(self) -> None:
@@ -168,12 +165,7 @@ class Change:
     def _write_totals(self) -> None:
         for key, totals in self.totals.items():
             if totals.num_rollouts:
-                values = astuple(totals)
-                marks = ", ".join("?" for _ in (*values, 0))
-                self.connection.execute(
-                    f"INSERT OR REPLACE INTO totals VALUES ({marks})",
-                    (*values, checksum("totals", values)),
-                )
+                put_row(self.connection, "totals", astuple(totals))
             else:
                 self.connection.execute("DELETE FROM totals WHERE phase = ? AND env_id = ?", key)
                 self.counts.totals -= 1

@@ -3,9 +3,9 @@
 Plain JSON loses tuples, integer keys, bytes, arrays and non-finite floats. Here such a value is
 written as an object that a key marks, `{"$t": kind, "v": ...}`, so the text stays valid JSON that
 SQLite's own JSON functions can read. Objects with behaviour (sandboxes, games, clients) become an
-`Opaque` with the name of their type, without their contents, which may hold secrets. `deflate` and
-`inflate` compress blobs. The size of a run bounds the memory that `loads` and `inflate` take, so
-untrusted runs can be read.
+`Opaque` with the name of their type, without their contents, which may hold secrets; so does what
+raises when it is read. `deflate` and `inflate` compress blobs. The size of a run bounds the memory
+that `loads` and `inflate` take, so untrusted runs can be read.
 """
 
 from __future__ import annotations
@@ -21,13 +21,18 @@ from typing import Any
 
 import msgspec
 
+from rolltree._helpers.tasks import contained
+from rolltree._helpers.untrusted import MAX_DEPTH
+
 TAG = "$t"
 _TAG_BYTES = TAG.encode()
-MAX_DEPTH = 100
 MAX_BITS = 8192  # Python refuses to print much longer integers
 # A blob inflates to 64 MiB at most, or to 20 times its size if that is more.
 MAX_INFLATED_BYTES = 2**26
 MAX_INFLATION = 20
+# So many containers may be written again. Cells of a board that know their neighbours, which know
+# theirs, would be written without end.
+MAX_REPEATS = 10_000
 _MAX_DEFLATE_RATIO = 1032
 _MAX_EMPTY_ROWS = 2**20
 
@@ -48,10 +53,16 @@ def dumps(value: Any) -> str:
     """Return `value` as ASCII JSON text that `loads` turns back into an equal value.
 
     It is exact for None, bool, int, float (NaN and infinities too), str, bytes, list, tuple, set,
-    frozenset, dict with keys of these types, and numpy arrays of numbers. Numpy scalars become
-    Python scalars, other numpy arrays lists, pydantic models dicts, and everything else `Opaque`.
+    frozenset, dict with keys of these types, and numpy arrays of numbers (floats of more than 64
+    bits become doubles). Numpy scalars become Python scalars, other numpy arrays lists, pydantic
+    models dicts, and everything else `Opaque`.
     """
-    packed = _pack(value, 0)
+    met = _Met()
+    packed = _pack(value, 0, met)
+    if met.num_repeats > MAX_REPEATS:  # again, with each container written once
+        met = _Met()
+        met.num, met.num_repeats = MAX_REPEATS, MAX_REPEATS
+        packed = _pack(value, 0, met)
     try:
         text = _encode_json(packed)
         if text.isascii():
@@ -69,9 +80,9 @@ def loads(text: str | bytes) -> Any:
         ValueError: `dumps` did not write the text.
     """
     try:
-        found = _parse(text)
+        value = _parse(text)
         has_tag = TAG in text if isinstance(text, str) else _TAG_BYTES in text
-        return _unpack(found) if has_tag else found
+        return _unpack(value) if has_tag else value
     except (ArithmeticError, LookupError, MemoryError, RecursionError, TypeError) as error:
         what = f"a value that rolltree did not write ({type(error).__name__}: {error})"
         raise ValueError(what) from error
@@ -101,7 +112,7 @@ def inflate(data: bytes) -> bytes:
         if _MAX_DEFLATE_RATIO * len(data) <= MAX_INFLATED_BYTES:
             return zlib.decompress(data)
         unpacker = zlib.decompressobj()
-        found = unpacker.decompress(data, _most_inflated(data))
+        inflated = unpacker.decompress(data, _most_inflated(data))
     except (zlib.error, MemoryError) as error:
         what = "it cannot be inflated" if isinstance(error, zlib.error) else "there is no memory"
         raise ValueError(f"{what} ({type(error).__name__}: {error})") from error
@@ -110,7 +121,7 @@ def inflate(data: bytes) -> bytes:
             f"{len(data):,} bytes inflate to more than {_most_inflated(data):,}, which rolltree "
             "does not write"
         )
-    return found
+    return inflated
 
 
 def _most_inflated(data: bytes) -> int:
@@ -146,15 +157,16 @@ def to_plain(value: Any, depth: int = 0) -> Any:
     if isinstance(value, list | tuple | set | frozenset):
         return [to_plain(item, depth + 1) for item in list(value)]
     if _is_numpy(value):
-        return to_plain(value.tolist(), depth)
+        return to_plain(_as_double(value).tolist(), depth)
     return f"<{value.type}>" if isinstance(value, Opaque) else str(value)
 
 
 def is_equal(one: Any, other: Any) -> bool:
-    """Whether two values are equal; False for arrays, of which `==` says it for each item."""
+    """Whether two values are equal; False if `==` raises, or says it for each item of an array."""
     try:
-        return bool(one == other)
-    except ValueError:
+        with contained():
+            return bool(one == other)
+    except Exception:  # noqa: BLE001  an `__eq__` may raise anything
         return False
 
 
@@ -164,45 +176,88 @@ def _is_numpy(value: Any) -> bool:
     return np is not None and isinstance(value, (np.ndarray, np.generic))
 
 
-def _pack(value: Any, depth: int) -> Any:
-    # First, since most values of a record are text.
-    if type(value) is str or value is None or value is True or value is False:
+class _Met(dict[int, Any]):
+    """How many containers were written, and, once they are many, each of them by its id.
+
+    An id is unique only while its object is alive, so the objects are kept.
+    """
+
+    num = num_repeats = 0  # of the class, since one is made for every value
+
+    def is_too_often(self, value: Any) -> bool:
+        """Whether this container was written before, as too many others were."""
+        if id(value) not in self:
+            self[id(value)] = value
+            return False
+        self.num_repeats += 1
+        return self.num_repeats > MAX_REPEATS
+
+
+def _pack(value: Any, depth: int, met: _Met) -> Any:
+    # Python's own types first, since nearly all values of a record are of them.
+    kind = type(value)
+    if kind is str or value is None or kind is bool:
         return value
+    if kind is float:
+        return value if math.isfinite(value) else {TAG: "float", "v": repr(value)}
+    if kind is int:
+        return value if value.bit_length() <= MAX_BITS else _opaque("int of more than 8192 bits")
+    if kind is list or kind is dict:
+        if depth > MAX_DEPTH:
+            return _opaque(f"{kind.__name__} nested deeper than {MAX_DEPTH}")
+        met.num += 1
+        if met.num > MAX_REPEATS and met.is_too_often(value):
+            return _opaque(f"{kind.__name__} that was written before")
+        if kind is list:
+            return [_pack(item, depth + 1, met) for item in value]
+        return _pack_dict(value, depth, met)
+    try:
+        # Other classes may raise wherever they are read.
+        with contained():
+            return _pack_other(value, depth, met)
+    except Exception as error:  # noqa: BLE001  it costs the value, not the run
+        return _opaque(f"{_name_of(value)} (unreadable: {type(error).__name__})")
+
+
+def _pack_other(value: Any, depth: int, met: _Met) -> Any:
+    # By the methods of Python's own types, which a class may override.
     if isinstance(value, int):
-        return (
-            int(value) if value.bit_length() <= MAX_BITS else _opaque("int of more than 8192 bits")
-        )
+        return _pack(int.__int__(value), depth, met)
     if isinstance(value, str):
         return str.__str__(value)
     if isinstance(value, float):
-        return float(value) if math.isfinite(value) else {TAG: "float", "v": repr(float(value))}
+        return _pack(float.__float__(value), depth, met)
     if depth > MAX_DEPTH:
         return _opaque(f"{type(value).__name__} nested deeper than {MAX_DEPTH}")
-    if type(value) is list:
-        return [_pack(item, depth + 1) for item in value]
-    if isinstance(value, dict):
-        return _pack_dict(value, depth)
+    met.num += 1
+    if met.num > MAX_REPEATS and isinstance(value, _SHARED) and met.is_too_often(value):
+        return _opaque(f"{type(value).__name__} that was written before")
     for kind, pack in _PACKERS.items():
         if isinstance(value, kind):
-            return pack(value, depth)
+            return pack(value, depth, met)
     if _is_numpy(value):
-        return _pack_numpy(value, depth)
-    if hasattr(value, "model_dump"):
-        return _pack(value.model_dump(), depth + 1)
-    if isinstance(value, Opaque):
-        return _opaque(value.type)
-    return _opaque(f"{type(value).__module__}.{type(value).__qualname__}")
+        return _pack_numpy(value, depth, met)
+    # Of its class, since a mock has every attribute, and a class of models the method unbound.
+    if hasattr(type(value), "model_dump"):
+        return _pack(value.model_dump(), depth + 1, met)
+    return _opaque(value.type if isinstance(value, Opaque) else _name_of(value))
 
 
 def _opaque(name: str) -> dict[str, str]:
     return {TAG: "opaque", "v": name}
 
 
-def _pack_dict(value: dict[Any, Any], depth: int) -> Any:
+def _name_of(value: Any) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
+def _pack_dict(value: Mapping[Any, Any], depth: int, met: _Met) -> Any:
     items = _items(value)
     if all(type(key) is str and key != TAG for key, _ in items):
-        return {key: item if type(item) is str else _pack(item, depth + 1) for key, item in items}
-    pairs = [[_pack(key, depth + 1), _pack(item, depth + 1)] for key, item in items]
+        return {
+            key: item if type(item) is str else _pack(item, depth + 1, met) for key, item in items
+        }
+    pairs = [[_pack(key, depth + 1, met), _pack(item, depth + 1, met)] for key, item in items]
     return {TAG: "dict", "v": pairs}
 
 
@@ -213,28 +268,45 @@ def _items(value: Mapping[Any, Any]) -> list[tuple[Any, Any]]:
     return list((value.copy() if type(value) is dict else value).items())
 
 
-def _pack_items(tag: str) -> Callable[[Any, int], Any]:
-    return lambda value, depth: {TAG: tag, "v": [_pack(item, depth + 1) for item in list(value)]}
+def _pack_items(tag: str) -> Callable[[Any, int, _Met], Any]:
+    return lambda value, depth, met: {
+        TAG: tag,
+        "v": [_pack(item, depth + 1, met) for item in list(value)],
+    }
 
 
-def _pack_numpy(value: Any, depth: int) -> Any:
+def _pack_numpy(value: Any, depth: int, met: _Met) -> Any:
     import numpy as np
 
     if not isinstance(value, np.ndarray):
-        return _pack(value.item(), depth + 1)
-    if value.dtype.kind not in "biufc":
-        return _pack(value.tolist(), depth + 1)
-    raw = base64.b64encode(np.ascontiguousarray(value).tobytes()).decode()
-    return {TAG: "array", "dtype": value.dtype.str, "shape": list(value.shape), "v": raw}
+        return _pack(_python_scalar(value), depth + 1, met)
+    if value.dtype.kind not in "biufc" or isinstance(value, np.ma.MaskedArray):
+        return _pack(value.tolist(), depth + 1, met)
+    plain = _as_double(value)
+    raw = base64.b64encode(np.ascontiguousarray(plain).tobytes()).decode()
+    return {TAG: "array", "dtype": plain.dtype.str, "shape": list(plain.shape), "v": raw}
 
 
-_PACKERS: dict[Any, Callable[[Any, int], Any]] = {
-    Mapping: lambda value, depth: _pack_dict(dict(value), depth),
-    list: lambda value, depth: _pack(list(value), depth),
+def _as_double(value: Any) -> Any:
+    """Return a numpy value of more than 64 bits per float, which Python has not, in 64 bits."""
+    is_long = value.dtype.char in "gG"
+    return value.astype("f8" if value.dtype.kind == "f" else "c16") if is_long else value
+
+
+def _python_scalar(value: Any) -> Any:
+    return _as_double(value).item()
+
+
+_SHARED = (Mapping, list)  # whatever contains itself has one of these inside
+_PACKERS: dict[Any, Callable[[Any, int, _Met], Any]] = {
+    Mapping: lambda value, depth, met: _pack_dict(
+        value if isinstance(value, dict) else dict(value), depth, met
+    ),
+    list: lambda value, depth, met: [_pack(item, depth + 1, met) for item in list(value)],
     tuple: _pack_items("tuple"),
     frozenset: _pack_items("frozenset"),
     set: _pack_items("set"),
-    bytes: lambda value, depth: {TAG: "bytes", "v": base64.b64encode(value).decode()},
+    bytes: lambda value, *_: {TAG: "bytes", "v": base64.b64encode(value).decode()},
 }
 
 

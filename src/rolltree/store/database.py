@@ -23,7 +23,7 @@ from typing import Any, Literal
 from rolltree._helpers.files import odd_kind, open_regular
 from rolltree.store.change import MAX_META_BYTES, Change
 from rolltree.store.integrity import (
-    MAX_TOLD,
+    MAX_NAMED,
     TABLES,
     CommitNote,
     Counts,
@@ -80,7 +80,8 @@ class Database:
         self.path = path
         self.is_new = False
         self._lock = threading.RLock()
-        self._is_checked = False
+        # Whether this object has compared the whole file with its checksums.
+        self.is_checked = False
         self._check_file = check == "file"
         self._note = CommitNote(path)
         self.orders = Orders()
@@ -133,7 +134,7 @@ class Database:
         change.finish()
         self._connection.execute("COMMIT")
         self._note.write(change.counts.commits)
-        self.is_new = self._is_checked = True
+        self.is_new = self.is_checked = True
 
     def _compare(self, noted: int) -> None:
         """Refuse a database that lacks batches which were stored in it."""
@@ -248,11 +249,6 @@ class Database:
             ).fetchall()
             return list(checked(name, rows, expected))
 
-    @property
-    def is_checked(self) -> bool:
-        """Whether this object has compared the whole file with its checksums."""
-        return self._is_checked
-
     def check(self) -> None:
         """Read the whole file once and compare everything with its checksums and counts.
 
@@ -261,14 +257,16 @@ class Database:
         Raises:
             StoreError: something is damaged; the first findings are named.
         """
-        if self._is_checked or not self._check_file:
+        if self.is_checked or not self._check_file:
             return
         # SQLite's own check covers pages and indexes, but not the values in them, which the
         # checksums cover (design/0017).
         with self.snapshot() as connection:
-            said = [row[0] for row in connection.execute(f"PRAGMA integrity_check({MAX_TOLD})")]
-            if said != ["ok"]:
-                raise damaged(self.path, "; ".join(" ".join(text.split()) for text in said))
+            findings = [
+                row[0] for row in connection.execute(f"PRAGMA integrity_check({MAX_NAMED})")
+            ]
+            if findings != ["ok"]:
+                raise damaged(self.path, "; ".join(" ".join(text.split()) for text in findings))
             for name in TABLES:
                 self.table(name)
             self.totals()
@@ -283,7 +281,7 @@ class Database:
                 if number != counts.rollouts:
                     raise StoreError(f"it has {number} rollouts instead of {counts.rollouts}")
                 check_trained(connection, counts.trained)
-        self._is_checked = True
+        self.is_checked = True
 
     @contextlib.contextmanager
     def naming(self) -> Iterator[None]:
@@ -291,7 +289,7 @@ class Database:
         try:
             yield
         except ROW_ERRORS as error:
-            raise damaged(self.path, _said(error)) from error
+            raise damaged(self.path, _message(error)) from error
 
     def all(self, sql: str, values: Iterable[Any] = ()) -> list[tuple[Any, ...]]:
         """Return every row of a query.
@@ -414,9 +412,9 @@ class Database:
             self._note.close()
 
 
-def _said(error: Exception) -> str:
-    is_told = isinstance(error, StoreError | ValueError)
-    return str(error) if is_told else f"{type(error).__name__}: {error}"
+def _message(error: Exception) -> str:
+    is_readable = isinstance(error, StoreError | ValueError)
+    return str(error) if is_readable else f"{type(error).__name__}: {error}"
 
 
 def check_files(folder: Path, *, writes: bool) -> None:

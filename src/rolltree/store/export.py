@@ -12,7 +12,7 @@ from rolltree._helpers.files import whole_file
 from rolltree.store.codec import to_plain
 from rolltree.store.database import Database
 from rolltree.store.filters import matches
-from rolltree.store.integrity import MAX_TOLD
+from rolltree.store.integrity import MAX_NAMED
 from rolltree.store.rows import BLOBS, COLUMNS, StoredRollout, from_sql
 from rolltree.values.errors import ConfigError, RolltreeError, StoreError
 
@@ -59,10 +59,10 @@ def export_rows(
     number = _write_lines(path, _whole_lines(database, names, render, where, lost))
     if not lost:
         raise cause
-    more = f" and {len(lost) - MAX_TOLD} more" if len(lost) > MAX_TOLD else ""
+    more = f" and {len(lost) - MAX_NAMED} more" if len(lost) > MAX_NAMED else ""
     raise StoreError(
         f"{number} rollouts are in {path}, and these could not be read: "
-        f"{'; '.join(lost[:MAX_TOLD])}{more}. Something changed {database.path} after "
+        f"{'; '.join(lost[:MAX_NAMED])}{more}. Something changed {database.path} after "
         "rolltree wrote it; restore it from a copy to get them."
     ) from cause
 
@@ -76,18 +76,18 @@ def _whole_lines(
 ) -> Iterator[Mapping[str, Any]]:
     """Yield the lines of all intact rows, and note the others in `lost`; no index is used."""
     num_seen = 0
-    for found in database.readable(names):
+    for stored in database.readable(names):
         num_seen += 1
-        if isinstance(found, int):
-            lost.append(f"row {found} (SQLite cannot read it)")
+        if isinstance(stored, int):
+            lost.append(f"row {stored} (SQLite cannot read it)")
             continue
         try:
-            row = from_sql(found)
+            row = from_sql(stored)
             line = render(row) if matches(row, where) else None
         except StoreError as error:
             lost.append(str(error).rstrip("."))
         except _ROW_ERRORS as error:
-            lost.append(f"rollout {found[1]!r} (row {found[0]}): {type(error).__name__}")
+            lost.append(f"rollout {stored[1]!r} (row {stored[0]}): {type(error).__name__}")
         else:
             if line is not None:
                 yield line

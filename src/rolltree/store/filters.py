@@ -35,8 +35,8 @@ _MAX_INTEGER = 2**63 - 1
 _WORDS: dict[str, Any] = {"none": None, "null": None, "true": 1, "false": 0}
 
 
-def _contains(found: Any, text: Any) -> bool:
-    return found is not None and str(text) in str(found)
+def _contains(value: Any, text: Any) -> bool:
+    return value is not None and str(text) in str(value)
 
 
 _OPERATORS: dict[str, tuple[str, Callable[[Any, Any], bool]]] = {
@@ -47,7 +47,7 @@ _OPERATORS: dict[str, tuple[str, Callable[[Any, Any], bool]]] = {
     ">": ("{} > ?", operator.gt),
     ">=": ("{} >= ?", operator.ge),
     "~": ("coalesce(instr({}, ?), 0) > 0", _contains),
-    "!~": ("coalesce(instr({}, ?), 0) = 0", lambda found, text: not _contains(found, text)),
+    "!~": ("coalesce(instr({}, ?), 0) = 0", lambda value, text: not _contains(value, text)),
 }
 """The SQL of each operator, and a function with the same meaning; `~` is "contains"."""
 
@@ -67,10 +67,10 @@ class Condition:
     def holds(self, row: StoredRollout) -> bool:
         """Whether a row passes."""
         metric = self.name.removeprefix(METRIC)
-        found = getattr(row, self.name) if metric == self.name else row.metrics.get(metric)
-        if found is None and self.operator in ("<", "<=", ">", ">="):
+        value = getattr(row, self.name) if metric == self.name else row.metrics.get(metric)
+        if value is None and self.operator in ("<", "<=", ">", ">="):
             return False
-        return _OPERATORS[self.operator][1](found, self.value)
+        return _OPERATORS[self.operator][1](value, self.value)
 
 
 @lru_cache(64)
@@ -80,7 +80,11 @@ def conditions(text: str) -> tuple[Condition, ...]:
     Raises:
         ConfigError: the text cannot be read, or compares values that cannot be compared.
     """
-    return tuple(_condition(*each[:3]) for each in _split(text))
+    parsed = []
+    for name, sign, word, _ in _split(text):
+        _check_name(name, "filtered")
+        parsed.append(_condition(name, sign, word, _is_metric(name) or name in _NUMBERS))
+    return tuple(parsed)
 
 
 def parted(text: str, names: Collection[str]) -> tuple[tuple[Condition, ...], str | None]:
@@ -94,21 +98,18 @@ def parted(text: str, names: Collection[str]) -> tuple[tuple[Condition, ...], st
     for name, sign, word, whole in _split(text):
         if name not in names:
             rest.append(whole)
-            continue
-        value = word.strip("\"'") if sign in ("~", "!~") else _value(word)
-        if sign in ("<", "<=", ">", ">=") and not isinstance(value, int | float):
-            raise _no_numbers(name, sign, word)
-        own.append(Condition(name, sign, value))
+        else:
+            own.append(_condition(name, sign, word))
     return tuple(own), " and ".join(rest) or None
 
 
 def _split(text: str) -> list[tuple[str, str, str, str]]:
     """Return the name, operator, value and text of each condition."""
-    found: list[tuple[str, str, str, str]] = []
+    parts: list[tuple[str, str, str, str]] = []
     at = 0
-    while at < len(text) or not found:
+    while at < len(text) or not parts:
         match = _CONDITION.match(text, at)
-        if len(found) == _MAX_CONDITIONS:
+        if len(parts) == _MAX_CONDITIONS:
             raise ConfigError(
                 f"the filter has more than {_MAX_CONDITIONS} conditions, which is more than SQLite "
                 "takes. Leave some out."
@@ -121,26 +122,20 @@ def _split(text: str) -> list[tuple[str, str, str, str]]:
                 "division'\", with = != < <= > >= ~ (contains) !~."
             )
         whole = text[match.start() : match.end("value")].strip()
-        found.append((match["name"], match["op"], match["value"], whole))
+        parts.append((match["name"], match["op"], match["value"], whole))
         at = match.end()
-    return found
+    return parts
 
 
-def _no_numbers(name: str, sign: str, word: str) -> ConfigError:
-    return ConfigError(
-        f"{name} {sign} {word} does not compare two numbers, so it has no meaning. Use {sign} with "
-        "a number and a column of numbers, or = for texts."
-    )
-
-
-def _condition(name: str, sign: str, word: str) -> Condition:
-    _check_name(name, "filtered")
+def _condition(name: str, sign: str, word: str, has_numbers: bool = True) -> Condition:
     if sign in ("~", "!~"):
         return Condition(name, sign, word.strip("\"'"))
     value = _value(word)
-    is_number = isinstance(value, int | float)
-    if sign not in ("=", "!=") and not (is_number and (_is_metric(name) or name in _NUMBERS)):
-        raise _no_numbers(name, sign, word)
+    if sign not in ("=", "!=") and not (isinstance(value, int | float) and has_numbers):
+        raise ConfigError(
+            f"{name} {sign} {word} does not compare two numbers, so it has no meaning. Use {sign} "
+            "with a number and a column of numbers, or = for texts."
+        )
     return Condition(name, sign, value)
 
 
@@ -151,11 +146,11 @@ def _value(word: str) -> Any:
         return _WORDS[word.lower()]
     for kind in (int, float):
         try:
-            found = kind(word)
+            number = kind(word)
         except ValueError:
             continue
         # SQLite has no larger integers, so it compares floats.
-        return found if abs(found) <= _MAX_INTEGER else float(word)
+        return number if abs(number) <= _MAX_INTEGER else float(word)
     return word
 
 
@@ -240,10 +235,10 @@ def matches(row: StoredRollout, where: Mapping[str, Any]) -> bool:
             if value is not None and not all(each.holds(row) for each in conditions(value)):
                 return False
             continue
-        found = getattr(row, name)
+        own = getattr(row, name)
         if isinstance(value, (list, tuple, set, frozenset)):
-            if found not in value:
+            if own not in value:
                 return False
-        elif found != value:
+        elif own != value:
             return False
     return True

@@ -26,7 +26,7 @@ from rolltree.values.errors import StoreError
 _encode = msgspec.msgpack.Encoder().encode
 _NOTE_BYTES = 32
 # The number of damaged items that an error names, which are enough to find the disk or copy.
-MAX_TOLD = 5
+MAX_NAMED = 5
 
 
 def checksum(table: str, values: Sequence[Any]) -> int:
@@ -35,13 +35,34 @@ def checksum(table: str, values: Sequence[Any]) -> int:
     return zlib.crc32(_encode([table, *values]))
 
 
+def put_row(connection: sqlite3.Connection, table: str, values: Sequence[Any]) -> None:
+    """Insert a row with its checksum, or replace the one with its key."""
+    marks = ", ".join("?" for _ in (*values, 0))
+    row = (*values, checksum(table, values))
+    connection.execute(f"INSERT OR REPLACE INTO {table} VALUES ({marks})", row)
+
+
 def blob_checksum(blobs: Sequence[bytes]) -> int:
     """Return the CRC-32 of the compressed blobs, one after the other."""
     # Blobs have their own checksum, so that a scan of the columns never reads their pages.
-    found = 0
+    crc = 0
     for blob in blobs:
-        found = zlib.crc32(blob, found)
-    return found
+        crc = zlib.crc32(blob, crc)
+    return crc
+
+
+def is_intact(table: str, values: Sequence[Any], num_columns: int) -> bool:
+    """Whether a row with blobs equals its checksums.
+
+    `values` are its first `num_columns`, the last of which is the checksum of its blobs, then
+    their own checksum, then all blobs or none of them.
+    """
+    head, row_sum, blobs = values[:num_columns], values[num_columns], values[num_columns + 1 :]
+    try:
+        is_same = checksum(table, head) == row_sum
+        return is_same and (not blobs or blob_checksum(blobs) == head[-1])
+    except TypeError:  # damage turned a blob into text or NULL
+        return False
 
 
 @dataclass(slots=True)
@@ -72,12 +93,8 @@ class Counts:
 
     def write(self, connection: sqlite3.Connection) -> None:
         """Replace the row."""
-        values = astuple(self)
-        marks = ", ".join("?" for _ in (*values, 0))
         connection.execute("DELETE FROM counts")
-        connection.execute(
-            f"INSERT INTO counts VALUES ({marks})", (*values, checksum("counts", values))
-        )
+        put_row(connection, "counts", astuple(self))
 
 
 @dataclass(slots=True)
@@ -131,10 +148,10 @@ def read_totals(connection: sqlite3.Connection, counts: Counts) -> list[Totals]:
     for row in rows:
         if checksum("totals", row[:-1]) != row[-1]:
             raise StoreError(f"the totals of phase {row[0]!r} differ from their checksum")
-    found = [Totals(*row[:-1]) for row in rows]
-    if len(found) != counts.totals or sum(t.num_rollouts for t in found) != counts.rollouts:
+    totals = [Totals(*row[:-1]) for row in rows]
+    if len(totals) != counts.totals or sum(t.num_rollouts for t in totals) != counts.rollouts:
         raise StoreError("the totals of a phase are missing")
-    return found
+    return totals
 
 
 def report_key(phase: str) -> str:
@@ -167,8 +184,8 @@ class CommitNote:
         """Return the number of batches; 0 if the note is missing or unreadable."""
         with contextlib.suppress(OSError, ValueError):
             # With a checksum, so that a torn write cannot make a healthy run look incomplete.
-            number, _, found = read_regular(self.path, _NOTE_BYTES).decode("ascii").partition(" ")
-            if int(found) == checksum("note", [int(number)]):
+            number, _, crc = read_regular(self.path, _NOTE_BYTES).decode("ascii").partition(" ")
+            if int(crc) == checksum("note", [int(number)]):
                 return int(number)
         return 0
 

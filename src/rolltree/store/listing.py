@@ -138,8 +138,8 @@ def _last_end(events: Sequence[Event]) -> Event | None:
 
 def _setting(meta: Mapping[str, Any], section: str, key: str) -> Any:
     """Return a setting of a run, which need not be one of a training; None if it is not set."""
-    found = meta["config"].get(section)
-    return found.get(key) if isinstance(found, Mapping) else None
+    settings = meta["config"].get(section)
+    return settings.get(key) if isinstance(settings, Mapping) else None
 
 
 def _is_done(
@@ -197,14 +197,14 @@ _SUMS = (
 
 def list_runs(root: str | Path, *, max_depth: int = 3) -> list[RunSummary]:
     """Return the runs at and below `root`, newest first; unreadable runs are skipped."""
-    found = []
+    summaries = []
     for folder in run_folders(root, max_depth=max_depth):
         try:
             with Run.open(folder, mode="r") as run:
-                found.append(summarize(run))
+                summaries.append(summarize(run))
         except StoreError:
             continue
-    return sorted(found, key=lambda run: run.last_written, reverse=True)
+    return sorted(summaries, key=lambda run: run.last_written, reverse=True)
 
 
 def run_folders(root: str | Path, *, max_depth: int = 3) -> Iterator[Path]:

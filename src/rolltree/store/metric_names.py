@@ -31,7 +31,7 @@ def eval_numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
     {'eval/reward': 0.5, 'eval/reward_low': 0.25, 'eval/pass@4': 0.75}
     """
     flat = numbers(metrics, "eval")
-    found = {}
+    named = {}
     for name, value in flat.items():
         stem, _, last = name.rpartition("/")
         if f"{stem}/mean" in flat:
@@ -39,8 +39,8 @@ def eval_numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
                 continue
             name = stem + _OF_ESTIMATES[last]
         if name not in _SETTINGS:
-            found[name.replace("eval/pass_at/", "eval/pass@")] = value
-    return found
+            named[name.replace("eval/pass_at/", "eval/pass@")] = value
+    return named
 
 
 _OF_ESTIMATES = {"mean": "", "low": "_low", "high": "_high"}
@@ -57,14 +57,14 @@ def number_of(value: Any) -> float | None:
     if not is_number(value):
         return None
     try:
-        found = float(value)
+        number = float(value)
     except OverflowError:
         return None
     # Neither NaN nor an infinity minus itself is 0.
-    return found if found - found == 0.0 else None
+    return number if number - number == 0.0 else None
 
 
 def finite_numbers(values: Mapping[Any, Any]) -> dict[str, float]:
     """Return the values that are finite numbers, by their names."""
-    found = {str(name): number_of(value) for name, value in values.items()}
-    return {name: value for name, value in found.items() if value is not None}
+    known = {str(name): number_of(value) for name, value in values.items()}
+    return {name: value for name, value in known.items() if value is not None}

@@ -32,16 +32,16 @@ class Orders:
         # Rows only come or go in a batch, so an order holds until the next one.
         key, commits = (where, tuple(values), order), database.counts().commits
         with self._lock:
-            stored, found = self._kept.get(key, (-1, array("q")))
+            stored, ids = self._kept.get(key, (-1, array("q")))
         if stored != commits:
             sql = f"SELECT id FROM rollouts WHERE {where} ORDER BY {order}"
-            found = array("q", [row[0] for row in database.all(sql, values)])
+            ids = array("q", [row[0] for row in database.all(sql, values)])
         with self._lock:
-            self._kept[key] = commits, found
+            self._kept[key] = commits, ids
             self._kept.move_to_end(key)
             while len(self._kept) > _MAX_KEPT:
                 self._kept.popitem(last=False)
-        return found
+        return ids
 
     def count(self, database: Database, where: str, values: Sequence[Any]) -> int:
         """Return how many rows pass the filter."""
@@ -50,5 +50,5 @@ class Orders:
             for (clause, operands, _), (stored, ids) in self._kept.items():
                 if (clause, operands, stored) == now:
                     return len(ids)
-        found = database.all(f"SELECT count(*) FROM rollouts WHERE {where}", values)
-        return int(found[0][0])
+        rows = database.all(f"SELECT count(*) FROM rollouts WHERE {where}", values)
+        return int(rows[0][0])

@@ -58,11 +58,11 @@ class StoredRun:
         """Everything stored with `set_meta`, plus `kind`, `config` and `created_at`."""
         rows = self._database.table("meta")
         with self._database.naming():
-            found = {key: loads(value) for key, value in rows}
+            meta = {key: loads(value) for key, value in rows}
             for key, kinds in _META.items():
-                if not isinstance(found.get(key), kinds):
+                if not isinstance(meta.get(key), kinds):
                     raise ValueError(f"{key!r} of table meta is not what rolltree wrote")
-        return found
+        return meta
 
     @property
     def config(self) -> dict[str, Any]:
@@ -135,8 +135,8 @@ class StoredRun:
         """
         for row in self._database.pages(STORED, "1", (), None, after=after):
             with self._database.naming():
-                found = from_sql(row)
-            yield row[0], found
+                rollout = from_sql(row)
+            yield row[0], rollout
 
     def row_ids(self, *, sort: str | None = None, **where: Any) -> Sequence[int]:
         """Return the ids of the rows that pass the filters of `rollouts`, in the order of `sort`.
@@ -172,9 +172,9 @@ class StoredRun:
             rows = self._database.pages(stored, "phase = ?", (phase,), PAGE_ROWS, after=after)
             for row in rows:
                 with self._database.naming():
-                    found = pick(row)
+                    picked = pick(row)
                 after = row[0]
-                yield found
+                yield picked
 
     def _picker(
         self, names: Sequence[str]
@@ -188,13 +188,13 @@ class StoredRun:
 
         def pick(row: Sequence[Any]) -> tuple[Any, ...]:
             if is_checked:
-                _, *found = row
+                _, *picked = row
             else:
                 verify(row)
-                found = [row[at] for at in places]
+                picked = [row[at] for at in places]
             for at, decode in decoders:
-                found[at] = decode(found[at])
-            return tuple(found)
+                picked[at] = decode(picked[at])
+            return tuple(picked)
 
         return ("id", *names) if is_checked else SUMMED, pick
 
@@ -217,10 +217,10 @@ class StoredRun:
             rows = self._database.sorted(names, clause, values, order, limit, offset, size)
         for row in rows:
             try:  # as `naming` does, without its cost for every row
-                found = read(row)
+                decoded = read(row)
             except ROW_ERRORS as error:
                 raise damaged(self._database.path, str(error)) from error
-            yield found
+            yield decoded
             num_rows += 1
         missing = limit is None and not offset and before is not None and before[0] != num_rows
         if missing and before == self._expected(where):  # no write during the iteration
@@ -263,12 +263,12 @@ class StoredRun:
             StoreError: a row is damaged.
         """
         try:
-            found = [name for (name,) in self._database.all(_METRIC_NAMES)]
+            names = [name for (name,) in self._database.all(_METRIC_NAMES)]
         except StoreError:  # some text is not JSON: reading the rows finds out which
-            found = [TAG]
-        is_plain = all(type(name) is str and name.isascii() and "\\" not in name for name in found)
-        if is_plain and TAG not in found:
-            return found
+            names = [TAG]
+        is_plain = all(type(name) is str and name.isascii() and "\\" not in name for name in names)
+        if is_plain and TAG not in names:
+            return names
         return list(dict.fromkeys(name for (row,) in self.columns(["metrics"]) for name in row))
 
     @property
@@ -328,8 +328,8 @@ class StoredRun:
         names = tuple(TRAINED_COLUMNS)
         for row in self._database.pages(names, clause, values, None, table="trained"):
             with self._database.naming():
-                found = trained_from_sql(row)
-            yield found
+                rollout = trained_from_sql(row)
+            yield rollout
 
     def snapshot(self) -> AbstractContextManager[object]:
         """`with run.snapshot():` reads everything as it was at one moment, while others write."""
@@ -370,8 +370,8 @@ class StoredRun:
         """Return the finished held-out evaluations of a training run, by step."""
         events = self.events("evaluation")
         with self._database.naming():
-            found = map(StoredEvaluation.of, events)
-            return sorted({done.phase: done for done in found}.values())
+            evaluations = map(StoredEvaluation.of, events)
+            return sorted({done.phase: done for done in evaluations}.values())
 
     def query(self, sql: str, *values: Any) -> list[dict[str, Any]]:
         """Run read-only SQL over `meta`, `rollouts`, `steps`, `events`, `trained`.

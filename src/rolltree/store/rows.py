@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 from rolltree._helpers.redact import REDACTED, cut_secrets, cut_text, redact
 from rolltree.store.codec import deflate, dumps, inflate, loads
-from rolltree.store.integrity import blob_checksum, checksum
+from rolltree.store.integrity import blob_checksum, checksum, is_intact
 from rolltree.store.metric_names import eval_numbers
 from rolltree.values.errors import StoreError, stored_kind
 
@@ -171,14 +171,14 @@ def _whole(value: Any, secrets: Secrets) -> int | str | None:
 def _integer(value: Any, secrets: Secrets) -> int | float | str | None:
     # SQLite turns an integer beyond 64 bits into a float in an INTEGER column. The checksum covers
     # what SQLite returns, so the conversion is made here, before the checksum.
-    found = _whole(value, secrets)
-    is_long = isinstance(found, str) and not isinstance(value, str)
-    return float(found) if is_long and found is not None else found
+    whole = _whole(value, secrets)
+    is_long = isinstance(whole, str) and not isinstance(value, str)
+    return float(whole) if is_long and whole is not None else whole
 
 
 def _real(value: Any, secrets: Secrets) -> float | None:
-    found = math.nan if value is None else float(value)
-    return None if math.isnan(found) else found + 0.0  # SQLite has neither NaN nor -0.0
+    number = math.nan if value is None else float(value)
+    return None if math.isnan(number) else number + 0.0  # SQLite has neither NaN nor -0.0
 
 
 def _json(value: Any, secrets: Secrets) -> str:
@@ -316,14 +316,7 @@ def verify(values: Sequence[Any]) -> None:
     Raises:
         StoreError: they differ; the file is not named.
     """
-    head, (blob_sum, row_sum) = values[: _NUM_LIGHT + 1], values[_NUM_LIGHT : _NUM_LIGHT + 2]
-    blobs = values[_NUM_LIGHT + 2 :]
-    try:
-        whole = checksum("rollouts", head) == row_sum
-        whole = whole and (not blobs or blob_checksum(blobs) == blob_sum)
-    except TypeError:  # damage turned a blob into text or NULL
-        whole = False
-    if not whole:
+    if not is_intact("rollouts", values, _NUM_LIGHT + 1):
         raise StoreError(f"rollout {values[1]!r} (row {values[0]}) differs from its checksum")
 
 

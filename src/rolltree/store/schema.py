@@ -27,28 +27,17 @@ modules, and without expressions that SQLite would compute (of generated columns
 partial indexes)."""
 
 
-def _counts_table() -> str:
-    counts = ", ".join(f"{item.name} INTEGER" for item in fields(Counts))
-    return f"CREATE TABLE counts ({counts}, checksum INTEGER)"
-
-
-def _trained_table() -> list[str]:
-    return [
-        f"CREATE TABLE trained ({', '.join(f'{k} {v}' for k, v in TRAINED_COLUMNS.items())},"
-        " UNIQUE (request_id, trajectory_index, step))",
-        "CREATE INDEX trained_by_step ON trained (step, id)",
-    ]
-
-
 def _statements() -> list[str]:
     types = {name: column.sql for name, column in COLUMNS.items()}
     types |= {"id": "INTEGER PRIMARY KEY", "blob_checksum": "INTEGER", "checksum": "INTEGER"}
     columns = ",\n  ".join(f"{name} {types[name]}" for name in STORED)
+    counts = ", ".join(f"{item.name} INTEGER" for item in fields(Counts))
+    trained = ", ".join(f"{name} {kind}" for name, kind in TRAINED_COLUMNS.items())
     return [
         # WITHOUT ROWID: rows are stored in the order of their text key, without a second tree.
         "CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL, checksum INTEGER)"
         " WITHOUT ROWID",
-        _counts_table(),
+        f"CREATE TABLE counts ({counts}, checksum INTEGER)",
         "CREATE TABLE totals (phase TEXT, env_id TEXT, first_id INTEGER, num_requests INTEGER,"
         " num_rollouts INTEGER, num_errors INTEGER, num_truncated INTEGER, num_scored INTEGER,"
         " sum_reward REAL, num_prompt_tokens INTEGER, num_completion_tokens INTEGER,"
@@ -62,7 +51,8 @@ def _statements() -> list[str]:
         " metrics TEXT NOT NULL, checksum INTEGER)",
         "CREATE TABLE events (id INTEGER PRIMARY KEY, created_at REAL NOT NULL,"
         " kind TEXT NOT NULL, step INTEGER, data TEXT NOT NULL, checksum INTEGER)",
-        *_trained_table(),
+        f"CREATE TABLE trained ({trained}, UNIQUE (request_id, trajectory_index, step))",
+        "CREATE INDEX trained_by_step ON trained (step, id)",
         f"PRAGMA application_id = {APPLICATION_ID}",
         f"PRAGMA user_version = {SCHEMA_VERSION}",
     ]

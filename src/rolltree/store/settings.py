@@ -10,7 +10,8 @@ from typing import Any
 
 from rolltree._helpers.files import read_regular, write_whole
 from rolltree._helpers.redact import environment_secrets, known_secrets, redact, secrets_in
-from rolltree.store.codec import MAX_DEPTH, to_plain
+from rolltree._helpers.untrusted import MAX_DEPTH, check_depth
+from rolltree.store.codec import to_plain
 from rolltree.values.errors import ConfigError
 
 _MISSING = object()
@@ -25,24 +26,15 @@ def stored_settings(
         ConfigError: they are nested too deeply to come back equal.
     """
     try:
-        found = (*secrets, *secrets_in(config))
-        plain = to_plain(redact(dict(config), known_secrets((*found, *environment_secrets()))))
-        is_deep = _is_deeper(plain, MAX_DEPTH)
-    except RecursionError:
-        is_deep = True
-    if is_deep:
+        known = (*secrets, *secrets_in(config))
+        plain = to_plain(redact(dict(config), known_secrets((*known, *environment_secrets()))))
+        check_depth(plain)
+    except (RecursionError, ValueError):
         raise ConfigError(
             f"the settings are nested deeper than {MAX_DEPTH} levels and cannot be stored, so the "
             "run could not be continued. Put such data into a file, and its path into the settings."
-        )
-    return plain, found
-
-
-def _is_deeper(value: Any, levels: int) -> bool:
-    if not isinstance(value, dict | list):
-        return False
-    items = value.values() if isinstance(value, dict) else value
-    return levels == 0 or any(_is_deeper(item, levels - 1) for item in items)
+        ) from None
+    return plain, known
 
 
 def config_text(config: Mapping[str, Any]) -> str:
@@ -96,14 +88,14 @@ def config_differences(
     ['a.b was 1 and is now 3']
     """
     before, after = flat_config(old), flat_config(new)
-    found = []
+    differences = []
     for key in sorted(before.keys() | after.keys()):
         # A parent stands for all of its keys: `may_change=["train"]` allows `train.num_steps`.
         allowed = any(key == name or key.startswith(name + ".") for name in may_change)
         was, now = before.get(key, _MISSING), after.get(key, _MISSING)
         if not allowed and was != now:
-            found.append(f"{key} was {_show(was)} and is now {_show(now)}")
-    return found
+            differences.append(f"{key} was {_show(was)} and is now {_show(now)}")
+    return differences
 
 
 def _show(value: object) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from rolltree.store.codec import deflate, inflate
-from rolltree.store.integrity import blob_checksum, checksum
+from rolltree.store.integrity import blob_checksum, checksum, is_intact
 from rolltree.values.errors import StoreError
 from rolltree.values.types import FloatArray, IntArray
 
@@ -140,13 +140,7 @@ def verify_trained(values: Sequence[Any]) -> None:
     Raises:
         StoreError: they differ; the file is not named.
     """
-    head, blobs = values[: len(_HEAD)], values[len(_HEAD) :]
-    try:
-        whole = checksum("trained", head[:-1]) == head[-1]
-        whole = whole and (not blobs or blob_checksum(blobs) == head[-2])
-    except TypeError:  # damage turned a blob into text or NULL
-        whole = False
-    if not whole:
+    if not is_intact("trained", values, len(_HEAD) - 1):
         raise StoreError(
             f"the trained tokens of rollout {values[1]!r} (row {values[0]}) differ from their "
             "checksum"

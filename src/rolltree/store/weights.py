@@ -63,8 +63,8 @@ def task_environment(task: str, names: Iterable[str]) -> str | None:
 
 
 def _scored_parts(source: object) -> list[ScoredPart] | None:
-    found = getattr(getattr(source, "rubric", None), "scored_parts", None)
-    return None if found is None else found()
+    method = getattr(getattr(source, "rubric", None), "scored_parts", None)
+    return None if method is None else method()
 
 
 def note_weights(source: object, run: Run) -> None:
@@ -101,8 +101,8 @@ def noted_weights(
 
     `notes` is the run's value under `META`; a note without an environment applies to all of them.
     """
-    found = noted_part(notes, env_id=env_id, task=task, agent=agent, created_at=created_at)
-    return None if found is None else dict(found.functions)
+    part = noted_part(notes, env_id=env_id, task=task, agent=agent, created_at=created_at)
+    return None if part is None else dict(part.functions)
 
 
 def noted_part(
@@ -128,12 +128,12 @@ def noted_part(
 def phase_parts(run: Run, phase: str) -> list[Mapping[str, Any]] | None:
     """Return the noted parts that scored the last rollouts of a phase; None: none were noted."""
     notes = run.meta.get(META)
-    found = [
+    noted = [
         _noted_parts(notes, each.env_id, each.last_created_at)
         for each in run.totals()
         if each.phase == phase
     ]
-    known = [parts for parts in found if parts is not None]
+    known = [parts for parts in noted if parts is not None]
     return [part for parts in known for part in parts] if known else None
 
 

@@ -63,10 +63,10 @@ def _keep(choice: dict[str, Any], ids: list[int]) -> None:
     """Set the sampled ids, and a logprob for each, if the choice has them."""
     if "token_ids" in choice:
         choice["token_ids"] = ids
-    found = choice.get("logprobs") or {}
-    for name in found:
+    logprobs = choice.get("logprobs") or {}
+    for name in logprobs:
         entry = {"token_logprobs": -1.0, "tokens": "x"}.get(name, {"token": "x", "logprob": -1.0})
-        found[name] = [entry] * len(ids)
+        logprobs[name] = [entry] * len(ids)
 
 
 def _sampled(change: Callable[[list[int]], list[Any]]) -> HttpFault:
@@ -94,12 +94,12 @@ def _logprobs(change: Callable[[list[Any]], list[Any]]) -> HttpFault:
     """Return a fault that changes the list of logprobs."""
 
     def spoil(answer: Answer) -> None:
-        found = answer["choices"][0].get("logprobs") or {}
-        if "token_logprobs" in found:
-            found["token_logprobs"] = change(found["token_logprobs"])
-        if "content" in found:
-            values = change([entry["logprob"] for entry in found["content"]])
-            found["content"] = [{"token": "x", "logprob": value} for value in values]
+        logprobs = answer["choices"][0].get("logprobs") or {}
+        if "token_logprobs" in logprobs:
+            logprobs["token_logprobs"] = change(logprobs["token_logprobs"])
+        if "content" in logprobs:
+            values = change([entry["logprob"] for entry in logprobs["content"]])
+            logprobs["content"] = [{"token": "x", "logprob": value} for value in values]
 
     return _spoil(spoil)
 

@@ -158,10 +158,10 @@ def _ended(
 def _spelled(call: ChatMessage) -> str:
     """Return a call as JSON, or as a model spells it whose arguments are not JSON."""
     name, arguments = call["function"]["name"], call["function"].get("arguments")
-    said = "{}" if arguments is None else arguments
-    if isinstance(said, str):
+    given = "{}" if arguments is None else arguments
+    if isinstance(given, str):
         try:
-            arguments = json.loads(said)
+            arguments = json.loads(given)
         except (ValueError, RecursionError):
-            return f'{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": {said}}}'
+            return f'{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": {given}}}'
     return json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)

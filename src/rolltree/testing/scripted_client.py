@@ -109,26 +109,26 @@ class ScriptedClient(RootClient[_ScriptedMemory]):
         # Also for 0 s: a model that answers without yielding to the loop would hide bugs that occur
         # with a real one.
         await asyncio.sleep(self.delay_s)
-        said = tokens_of(await memory.script.next(asked), self.renderer, call.sampling)
-        await self._tell(said, call)
+        reply = tokens_of(await memory.script.next(asked), self.renderer, call.sampling)
+        await self._stream(reply, call)
         answer = Answer(
-            said.finish_reason,
-            text=said.text,
-            completion_ids=said.ids,
-            logprobs=said.logprobs,
-            versions=np.full(len(said.ids), self.version, np.int32),
-            info={} if said.stop is None else {"stop_reason": said.stop},
+            reply.finish_reason,
+            text=reply.text,
+            completion_ids=reply.ids,
+            logprobs=reply.logprobs,
+            versions=np.full(len(reply.ids), self.version, np.int32),
+            info={} if reply.stop is None else {"stop_reason": reply.stop},
         )
         return tokens.complete(prompt, answer, call)
 
-    async def _tell(self, said: ScriptedTokens, call: ModelCall) -> None:
+    async def _stream(self, reply: ScriptedTokens, call: ModelCall) -> None:
         """Report all tokens except the last one by one, as an engine does."""
         if call.on_delta is None:
             if self.token_delay_s:
-                await asyncio.sleep(self.token_delay_s * len(said.ids))
+                await asyncio.sleep(self.token_delay_s * len(reply.ids))
             return
         listener = TokenListener(self.renderer, call)
-        for token, logprob in zip(said.ids[:-1].tolist(), said.logprobs.tolist(), strict=False):
+        for token, logprob in zip(reply.ids[:-1].tolist(), reply.logprobs.tolist(), strict=False):
             await asyncio.sleep(self.token_delay_s)
             listener.put(SampledToken(token, logprob, None, self.version))
         await asyncio.sleep(self.token_delay_s)

@@ -194,9 +194,9 @@ class ScriptedServer(LoopbackServer):
                     f"This model's maximum context length is {self._context_length} tokens. "
                     f"However, you requested {size} tokens. Please reduce the length.",
                 )
-        said = tokens_of(await self._script.next(asked), self.renderer, sampling)
+        reply = tokens_of(await self._script.next(asked), self.renderer, sampling)
         self.num_answers += 1
-        completion = self._completion(body, message_type, name, prompt_ids, said)
+        completion = self._completion(body, message_type, name, prompt_ids, reply)
         return _json(200, _ids_only(completion) if is_token_in else completion)
 
     def _completion(
@@ -205,9 +205,9 @@ class ScriptedServer(LoopbackServer):
         message_type: MessageType,
         name: str,
         prompt_ids: IntArray,
-        said: ScriptedTokens,
+        reply: ScriptedTokens,
     ) -> dict[str, Any]:
-        choice: dict[str, Any] = {"index": 0, "finish_reason": said.finish_reason.value}
+        choice: dict[str, Any] = {"index": 0, "finish_reason": reply.finish_reason.value}
         completion: dict[str, Any] = {
             "id": f"{'chatcmpl' if message_type == 'chat' else 'cmpl'}-{name}",
             "object": "chat.completion" if message_type == "chat" else "text_completion",
@@ -216,38 +216,38 @@ class ScriptedServer(LoopbackServer):
             "choices": [choice],
             "usage": {
                 "prompt_tokens": len(prompt_ids),
-                "completion_tokens": len(said.ids),
-                "total_tokens": len(prompt_ids) + len(said.ids),
+                "completion_tokens": len(reply.ids),
+                "total_tokens": len(prompt_ids) + len(reply.ids),
             },
         }
         if message_type == "chat":
-            parsed = self.renderer.parse_text(said.text, said.finish_reason, body.get("tools"))
+            parsed = self.renderer.parse_text(reply.text, reply.finish_reason, body.get("tools"))
             choice["finish_reason"] = parsed.finish_reason.value
             choice["message"] = {
                 name: value for name, value in parsed.message.items() if name != "parse_problems"
             }
         else:
-            choice["text"] = said.text
+            choice["text"] = reply.text
         if self._token_ids != "vllm":
             return completion
         if body.get("logprobs"):
-            choice["logprobs"] = self._logprobs(body, message_type, said)
+            choice["logprobs"] = self._logprobs(body, message_type, reply)
         if body.get("return_token_ids"):
             (completion if message_type == "chat" else choice)["prompt_token_ids"] = (
                 prompt_ids.tolist()
             )
-            choice["token_ids"] = said.ids.tolist()
+            choice["token_ids"] = reply.ids.tolist()
         return completion
 
     def _logprobs(
-        self, body: dict[str, Any], message_type: MessageType, said: ScriptedTokens
+        self, body: dict[str, Any], message_type: MessageType, reply: ScriptedTokens
     ) -> dict[str, Any]:
         as_ids = bool(body.get("return_tokens_as_token_ids"))
         texts = [
             f"token_id:{token}" if as_ids else self.renderer.decode([token])
-            for token in said.ids.tolist()
+            for token in reply.ids.tolist()
         ]
-        values = said.logprobs.tolist()
+        values = reply.logprobs.tolist()
         if message_type == "completion":
             return {"tokens": texts, "token_logprobs": values}
         return {

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_right
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -277,6 +278,11 @@ class TokenArena:
         return mapped
 
 
+def _column() -> array[int]:
+    return array("i")
+
+
+@dataclass(slots=True, eq=False)
 class CallTable:
     """One row per call, as columns of machine integers.
 
@@ -285,33 +291,17 @@ class CallTable:
     `num_tokens` and `num_runs` are the sizes of the arena after the call, for incremental saving.
     """
 
-    COLUMNS = (
-        "prompt_token",
-        "prompt_run",
-        "end_token",
-        "end_run",
-        "prompt_len",
-        "num_sampled",
-        "parent",
-        "agent",
-        "turn",
-        "num_tokens",
-        "num_runs",
-    )
-    __slots__ = COLUMNS
-
-    def __init__(self) -> None:
-        self.prompt_token = array("i")
-        self.prompt_run = array("i")
-        self.end_token = array("i")
-        self.end_run = array("i")
-        self.prompt_len = array("i")
-        self.num_sampled = array("i")
-        self.parent = array("i")
-        self.agent = array("i")
-        self.turn = array("i")
-        self.num_tokens = array("i")
-        self.num_runs = array("i")
+    prompt_token: array[int] = field(default_factory=_column)
+    prompt_run: array[int] = field(default_factory=_column)
+    end_token: array[int] = field(default_factory=_column)
+    end_run: array[int] = field(default_factory=_column)
+    prompt_len: array[int] = field(default_factory=_column)
+    num_sampled: array[int] = field(default_factory=_column)
+    parent: array[int] = field(default_factory=_column)
+    agent: array[int] = field(default_factory=_column)
+    turn: array[int] = field(default_factory=_column)
+    num_tokens: array[int] = field(default_factory=_column)
+    num_runs: array[int] = field(default_factory=_column)
 
     def __len__(self) -> int:
         return len(self.end_token)

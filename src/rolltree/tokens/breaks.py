@@ -190,7 +190,7 @@ def _parted(messages: Dialogue) -> tuple[str, Dialogue]:
 def _turn(message: Mapping[str, Any]) -> tuple[Any, str, tuple[tuple[Any, Any], ...]]:
     functions = [call.get("function") or {} for call in message.get("tool_calls") or ()]
     called = tuple((each.get("name"), str(each.get("arguments"))) for each in functions)
-    return message.get("role"), _said(message), called
+    return message.get("role"), _visible_text(message), called
 
 
 def _text(message: Mapping[str, Any]) -> str:
@@ -201,7 +201,7 @@ def _text(message: Mapping[str, Any]) -> str:
     return "".join(str(part.get("text", "")) for part in parts if isinstance(part, Mapping))
 
 
-def _said(message: Mapping[str, Any]) -> str:
+def _visible_text(message: Mapping[str, Any]) -> str:
     """Return what a message says after its reasoning."""
     text = _text(message)
     ends = [at + len(mark) for mark in _MARKERS if (at := text.rfind(mark)) >= 0]
@@ -212,7 +212,7 @@ def _loses_text(d: _Divergence) -> bool:
     """Whether an answer was sent back without what it said beside its reasoning and its calls."""
     pairs = zip(d.was, d.now, strict=False)
     return any(
-        _said(before) not in " ".join(_text(after).split())
+        _visible_text(before) not in " ".join(_text(after).split())
         for before, after in pairs
         if before.get("role") == after.get("role") == "assistant"
     )

@@ -219,9 +219,9 @@ def checked_logprobs(values: object, count: int, weight: float | NDArray[Any] = 
         extra = " An end token that was never sampled may have been appended." * (
             array.shape == (count - 1,)
         )
-        found = f"{len(array)}" if array.ndim == 1 else f"an array {array.shape} of"
+        size = f"{len(array)}" if array.ndim == 1 else f"an array {array.shape} of"
         raise TokenError(
-            f"{count} sampled tokens came with {found} logprobs, so importance ratios would be "
+            f"{count} sampled tokens came with {size} logprobs, so importance ratios would be "
             f"computed for the wrong tokens.{extra} Give exactly one logprob per sampled id, end "
             "token included."
         )

@@ -13,13 +13,14 @@ import zlib
 from array import array
 from bisect import bisect_left
 from collections.abc import Sequence
+from dataclasses import fields
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from rolltree.tokens.arena import NO_TURN, ROOT
+from rolltree.tokens.arena import NO_TURN, ROOT, CallTable
 from rolltree.tokens.buffers import MAX_NDIM, STORED_CODES, STORED_DTYPES, check_stored
 from rolltree.tokens.streams import (
     ABSENT,
@@ -236,7 +237,7 @@ class Reader:
 def chunks(data: bytes | bytearray | memoryview) -> list[Reader]:
     """Split concatenated chunks into readers, after checking lengths and checksums."""
     view = memoryview(data)
-    found: list[Reader] = []
+    readers: list[Reader] = []
     while len(view):
         if len(view) < _HEAD.size:
             raise damaged_tokens("the last record is cut off")
@@ -248,24 +249,16 @@ def chunks(data: bytes | bytearray | memoryview) -> list[Reader]:
             raise damaged_tokens("the last record is cut off")
         if zlib.crc32(body) != checksum:
             raise damaged_tokens("the checksum does not match")
-        found.append(Reader(body))
+        readers.append(Reader(body))
         view = view[_HEAD.size + length :]
-    return found
+    return readers
 
 
 # -- trees ---------------------------------------------------------------------------------------
 
 # Without the columns of runs, which are found again by bisection.
-_SAVED_COLUMNS = (
-    "prompt_token",
-    "end_token",
-    "prompt_len",
-    "num_sampled",
-    "parent",
-    "agent",
-    "turn",
-    "num_tokens",
-    "num_runs",
+_SAVED_COLUMNS = tuple(
+    column.name for column in fields(CallTable) if column.name not in ("prompt_run", "end_run")
 )
 
 
@@ -362,10 +355,10 @@ def load(tree: TokenTree, data: bytes | bytearray | memoryview) -> None:
         TokenError: the bytes are missing, truncated, of another format, out of order, or contradict
             themselves. The tree must not be used after that.
     """
-    found = chunks(data)
-    if not found:
+    readers = chunks(data)
+    if not readers:
         raise damaged_tokens("there are no bytes")
-    for reader in found:
+    for reader in readers:
         _load_chunk(tree, reader)
     if sum(tree.calls.num_sampled) > MAX_SAMPLED:
         raise damaged_tokens(f"its calls sampled more than {MAX_SAMPLED:,} tokens")

@@ -200,11 +200,11 @@ class StepTokens(LazyDict):
         """Take over values that were assigned, since the last read, in the dict of `hold`."""
         if self._held is None:
             return
-        found = tuple(map(self._held.get, TOKEN_KEYS))
-        for key, value, before in zip(TOKEN_KEYS, found, self._seen, strict=True):
+        values = tuple(map(self._held.get, TOKEN_KEYS))
+        for key, value, before in zip(TOKEN_KEYS, values, self._seen, strict=True):
             if value is not before:
                 dict.__setitem__(self, key, value)
-        self._seen = found
+        self._seen = values
 
     def _same(self, key: str, mine: Any, theirs: Any) -> bool:
         if mine == theirs or key != "completion_logprobs":
@@ -453,15 +453,16 @@ def peek(step: Mapping[str, Any], key: str) -> Any:
     return step.get(key)
 
 
-def assigned_value(step: Mapping[str, Any], key: str, default: Any = None) -> Any:
-    """Return `step.get(key, default)`; `default` as well for what a recorded step builds itself."""
-    value = dict.get(step, key, default) if isinstance(step, LazyDict) else step.get(key, default)
-    return default if value is _UNREAD else value
+def assigned_value(step: Mapping[str, Any], key: str) -> Any:
+    """Return `step.get(key)`; None as well for what a recorded step builds itself."""
+    value = dict.get(step, key) if isinstance(step, LazyDict) else step.get(key)
+    return None if value is _UNREAD else value
 
 
 def is_plain_step(step: Any) -> bool:
     """Whether a step is a dict that surely holds what its keys take, as nearly all steps do."""
-    if not isinstance(step, dict):
+    # Exact types, since a class of an environment's author may raise when it is read.
+    if type(step) not in _STEPS:
         return False
     get = dict.get
     reward, advantage = get(step, "reward"), get(step, "advantage")
@@ -474,6 +475,7 @@ def is_plain_step(step: Any) -> bool:
     )
 
 
+_STEPS = (RecordedStep, dict)
 # Of prompt and completion; a text beside what was not read needs a longer look.
 _MESSAGES = frozenset([(str, str), *product((list, _Unread), repeat=2)])
 _OF_EXTRAS: dict[str, tuple[type, ...]] = {

@@ -84,25 +84,25 @@ class SampledStream:
         # Nearly every call has one temperature and one version, for which no array is made.
         if type(values) in (int, float) and self.accepts(values):
             return float(values)
-        found = as_array(values, name)
-        if found.ndim and found.shape != (count,):
+        array = as_array(values, name)
+        if array.ndim and array.shape != (count,):
             raise TokenError(
-                f"{name} has shape {found.shape} for {count} tokens; a shifted value would be "
+                f"{name} has shape {array.shape} for {count} tokens; a shifted value would be "
                 "trained at the wrong token. Give one number, or exactly one per token."
             )
-        if not self.holds(found):
+        if not self.holds(array):
             raise TokenError(
                 f"{name} holds values that are not {self.buffer.dtype} from {self.low:g} to "
-                f"{self.high:g} (dtype {found.dtype}); they would change on the way, or train "
+                f"{self.high:g} (dtype {array.dtype}); they would change on the way, or train "
                 "against their sign. Give finite numbers in that range."
             )
-        if found.size == 0:
+        if array.size == 0:
             return 0.0
-        first = found.reshape(-1)[0]
+        first = array.reshape(-1)[0]
         # Most streams of a call are constant, and are stored as one number.
-        if found.ndim == 0 or (found == first).all():
+        if array.ndim == 0 or (array == first).all():
             return float(first)
-        return found.astype(self.buffer.dtype)
+        return array.astype(self.buffer.dtype)
 
     def add(self, value: float | NDArray[Any] | None) -> None:
         """Append one call: a scalar, an array with a value per token, or None."""

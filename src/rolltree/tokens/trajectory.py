@@ -31,7 +31,7 @@ class Trajectory(list[TrajectoryStep]):
         super().__init__()
         self._tree = tree  # None until it is needed, since the first response's may be taken over
         self._handles: dict[int, int] = {}
-        self._said: tuple[RecordedStep, Messages] | None = None  # the last step's conversation
+        self._latest: tuple[RecordedStep, Messages] | None = None  # the last step's conversation
         self.extend(steps)
 
     @classmethod
@@ -103,33 +103,37 @@ class Trajectory(list[TrajectoryStep]):
         self, call: int, prompt: Messages, completion: Messages, response: ModelResponse
     ) -> RecordedStep:
         """Return the step of a call; if it continues the last step, they share messages."""
-        head, said = self._last_said()
+        head, messages = self._last_conversation()
         added = prompt
         # Usually these are the same message objects, which Python compares by identity, so this
         # costs only a comparison of pointers.
-        if head is not None and type(said) is type(prompt) and prompt[: len(said)] == said:
-            added = prompt[len(said) :]
+        if (
+            head is not None
+            and type(messages) is type(prompt)
+            and prompt[: len(messages)] == messages
+        ):
+            added = prompt[len(messages) :]
         else:
             head = None
         step = RecordedStep(self.tree, call, response, head, added, completion)
         # In place, so that T turns do not copy T histories; the list is not shared.
-        if head is not None and isinstance(said, list):
-            said += added  # type: ignore[arg-type]
-            said += completion  # type: ignore[arg-type]
+        if head is not None and isinstance(messages, list):
+            messages += added  # type: ignore[arg-type]
+            messages += completion  # type: ignore[arg-type]
         else:
-            said = prompt + completion  # type: ignore[operator]
-        self._said = step, said
+            messages = prompt + completion  # type: ignore[operator]
+        self._latest = step, messages
         return step
 
-    def _last_said(self) -> tuple[RecordedStep | None, Messages]:
+    def _last_conversation(self) -> tuple[RecordedStep | None, Messages]:
         """Return the last step and its conversation, or None if it is not a recorded step."""
         last = self[-1] if self else None
         if not isinstance(last, RecordedStep):
             return None, ""
         # Steps may have been inserted or removed meanwhile.
-        if self._said is None or self._said[0] is not last:
-            self._said = last, last.recorded_conversation()
-        return self._said
+        if self._latest is None or self._latest[0] is not last:
+            self._latest = last, last.recorded_conversation()
+        return self._latest
 
     def conversation(self) -> Messages:
         """Return the last step's prompt and completion together; a list is a new object.
@@ -139,14 +143,14 @@ class Trajectory(list[TrajectoryStep]):
         """
         last = self[-1]
         if isinstance(last, RecordedStep) and not last.is_changed():
-            said = self._last_said()[1]
-            return said if isinstance(said, str) else list(said)
+            messages = self._last_conversation()[1]
+            return messages if isinstance(messages, str) else list(messages)
         return concat_messages([last["prompt"], last["completion"]])
 
     def trim(self) -> None:
         """Free memory that is reserved for further calls; calls can still be recorded."""
         # The conversation can be built again from the steps.
-        self._said = None
+        self._latest = None
         self.tree.trim()
 
     def _place(
@@ -291,7 +295,7 @@ def record_call(steps: Any, **call: Any) -> TrajectoryStep:
     `call` has the arguments of `Trajectory.append_call`.
 
     Raises:
-        ConfigError: `steps` is not a list.
+        ConfigError: `steps` is not a list of dicts.
     """
     check_steps(steps)
     trajectory = Trajectory.of(steps)
@@ -305,12 +309,19 @@ def check_steps(steps: object) -> None:
     """Check that model calls can be recorded in the value of `state["trajectory"]`.
 
     Raises:
-        ConfigError: it is not a list.
+        ConfigError: it is not a list of dicts.
     """
-    if not isinstance(steps, list):
+    if isinstance(steps, Trajectory):  # first, since nearly all are
+        return
+    try:
+        is_list = isinstance(steps, list) and all(isinstance(step, dict) for step in steps)
+    except Exception:  # noqa: BLE001  a class of an environment's author may raise when it is read
+        is_list = False
+    if not is_list:
         raise ConfigError(
-            f"state['trajectory'] is a {type(steps).__name__}, so no model call can be recorded in "
-            "it. Put a list of steps there: [step for step in state['trajectory'] if ...]."
+            f"state['trajectory'] is a {type(steps).__name__}, or holds other things than steps, so no "
+            "model call can be recorded in it. Put a list of steps there: "
+            "[step for step in state['trajectory'] if ...]."
         )
 
 

@@ -8,6 +8,7 @@ removed.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any, Self
 
 import numpy as np
@@ -16,7 +17,6 @@ from numpy.typing import ArrayLike, NDArray
 from rolltree._helpers.html_view import html_table
 from rolltree.tokens.arena import NO_TURN, ROOT, CallTable, Place, TokenArena
 from rolltree.tokens.buffers import (
-    EMPTY_IDS,
     MIN_LOGPROB,
     as_ids,
     check_labels,
@@ -389,15 +389,15 @@ class TokenTree:
     def _repr_html_(self) -> str:
         """Return the calls as a table for a notebook, with the parent and sizes of each."""
         rows = [
-            (call, self.agent(call), self.turn(call), self.parent(call), *self._sizes(call))
+            (
+                *(call, self.agent(call), self.turn(call), self.parent(call)),
+                *(self.prompt_len(call), self.num_sampled(call)),
+            )
             for call in range(self.num_calls)
         ]
         heads = ("call", "agent", "turn", "parent", "prompt tokens", "sampled tokens")
         title = f"token tree: {self.num_calls} calls, {self.num_tokens:,} tokens stored"
         return html_table(title, heads, rows)
-
-    def _sizes(self, call: int) -> tuple[int, int]:
-        return self.prompt_len(call), self.num_sampled(call)
 
     @property
     def num_calls(self) -> int:
@@ -412,7 +412,7 @@ class TokenTree:
     @property
     def nbytes(self) -> int:
         """Bytes of all buffers, with their unused space."""
-        columns = len(CallTable.COLUMNS) * 4 * len(self.calls)
+        columns = len(fields(CallTable)) * 4 * len(self.calls)
         sampled = sum(stream.nbytes for stream in self.sampled.values())
         return self.arena.nbytes + columns + sampled + self.extra.nbytes
 
@@ -460,34 +460,31 @@ class TokenTree:
         """Return the prompt, int32 `[_P]`, read-only; no copy if it is in one run."""
         return self.arena.path_view(self.calls.prompt_end(call), self.calls.prompt_len[call])
 
-    def _sampled(self, name: str, call: int) -> NDArray[Any] | None:
-        values = self.sampled[name].get(call, self.calls.num_sampled[call])
-        return None if values is None else values.copy()
+    def _values(self, name: str, call: int, count: int) -> NDArray[Any]:
+        values = self.sampled[name].get(call, count)
+        assert values is not None, "only logprobs can be missing"
+        return values.copy()
 
     def logprobs(self, call: int) -> FloatArray | None:
         """Return the behaviour logprobs, float32 `[_C]`, or None if the engine returned none."""
-        return self._sampled("logprob", call)
+        values = self.sampled["logprob"].get(call, self.num_sampled(call))
+        return None if values is None else values.copy()
 
     def temperature(self, call: int) -> FloatArray:
         """Return the sampling temperature of each sampled token, float32 `[_C]`."""
-        # Never None, since only logprobs can be missing.
-        values = self._sampled("temperature", call)
-        return EMPTY_IDS.astype(np.float32) if values is None else values
+        return self._values("temperature", call, self.num_sampled(call))
 
     def versions(self, call: int) -> IntArray:
         """Return the policy version that sampled each token, int32 `[_C]`."""
-        values = self._sampled("version", call)
-        return EMPTY_IDS if values is None else values
+        return self._values("version", call, self.num_sampled(call))
 
     def mask(self, call: int) -> FloatArray:
         """Return the loss weight of each sampled token, float32 `[_C]`."""
-        values = self._sampled("weight", call)
-        return EMPTY_IDS.astype(np.float32) if values is None else values
+        return self._values("weight", call, self.num_sampled(call))
 
     def prompt_mask(self, call: int) -> FloatArray:
         """Return the recorded mask of each prompt token, float32 `[_P]`, usually zeros."""
-        values = self.sampled["prompt_mask"].get(call, self.calls.prompt_len[call])
-        return EMPTY_IDS.astype(np.float32) if values is None else values.copy()
+        return self._values("prompt_mask", call, self.prompt_len(call))
 
     def value_range(self, name: str, call: int) -> tuple[Any, Any] | None:
         """Return the smallest and the largest value of a call in the stream `sampled[name]`.
@@ -523,8 +520,8 @@ class TokenTree:
 
     def streams(self, call: int) -> dict[str, TokenStream | PlacedStream]:
         """Return the named extra streams of a call."""
-        found = ((name, self.extra.get(name, call)) for name in self.extra.names())
-        return {name: stream for name, stream in found if stream is not None}
+        pairs = ((name, self.extra.get(name, call)) for name in self.extra.names())
+        return {name: stream for name, stream in pairs if stream is not None}
 
     def stream(self, name: str, call: int) -> TokenStream | PlacedStream | None:
         """Return a named extra stream of a call, or None."""

@@ -304,12 +304,12 @@ _UNNAMED = "(unnamed)"
 def averages_of(metrics: Mapping[str, float], roles: Collection[str | None]) -> dict[str, float]:
     """Return the averages in a step's metrics, by role; `roles` are those of the run."""
     unnamed = {_UNNAMED} if "agent" in roles else {_UNNAMED, "agent"}
-    found = {
+    averages = {
         name.removeprefix(_AVERAGE): value
         for name, value in metrics.items()
         if name.startswith(_AVERAGE)
     }
-    return {"" if name in unnamed else name: value for name, value in found.items()}
+    return {"" if name in unnamed else name: value for name, value in averages.items()}
 
 
 def by_group(results: Sequence[RolloutResult]) -> list[tuple[RolloutResult, ...]]:

@@ -19,7 +19,7 @@ from rolltree.samples.resolve import resolve_tokens
 from rolltree.training.algorithms import Algorithm
 from rolltree.training.coefficients import coefficients, rollout_means
 from rolltree.training.config import TrainConfig
-from rolltree.training.layout import BoolArray, Forest, collate
+from rolltree.training.layout import NO_RECORDS, BoolArray, Forest, collate
 from rolltree.values.errors import TokenError
 from rolltree.values.types import Records, RolloutResult, Sample
 
@@ -88,10 +88,7 @@ def build_batch(
     used = [_select(sample, sample.records.weight != 0) for sample in samples]
     used = [sample for sample in used if len(sample.records)]
     if not used:
-        raise TokenError(
-            "there is no loss record in these samples, so there is nothing to train on. Check that "
-            "the rollouts carry token ids and that credit left some of them to train."
-        )
+        raise TokenError(NO_RECORDS)
     records = concat_records([sample.records for sample in used])
     weight = coefficients(records, algorithm.aggregation, algorithm.fixed_length)
     # All terms of a rollout share one ratio, and each token moves it.

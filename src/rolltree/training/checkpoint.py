@@ -102,10 +102,10 @@ class Checkpoints:
         except OSError as error:
             raise _torn(pointer, str(error.strerror)) from error
         newest = self.root / Path(name).name  # never outside
-        is_there = newest.name.startswith("step-") and newest.is_dir()
+        exists = newest.name.startswith("step-") and newest.is_dir()
         # A pointer to a checkpoint that is gone does not say which ones came before it, so all are
         # tried.
-        older = [p for p in self.root.glob("step-*") if p.name < newest.name or not is_there]
+        older = [p for p in self.root.glob("step-*") if p.name < newest.name or not exists]
         refused: TrainingError | None = None
         for path in (newest, *sorted(older, reverse=True)):
             # Names and sizes first, which cost nothing; then every byte.
@@ -117,10 +117,10 @@ class Checkpoints:
                 continue
             self._verified = path
             if refused is not None:
-                found = str(refused).partition(". ")[0]
+                problem = str(refused).partition(". ")[0]
                 notify(
-                    f"{found}. Training continues from {path.name}, the one before it; later steps "
-                    "are trained again from their stored rollouts."
+                    f"{problem}. Training continues from {path.name}, the one before it; later "
+                    "steps are trained again from their stored rollouts."
                 )
             return path
         assert refused is not None
@@ -224,14 +224,14 @@ def check_complete(path: Path) -> dict[str, Any]:
             if (file.is_symlink() or not file.is_dir()) and (kind := odd_kind(file)):
                 raise _torn(path, f"{file.name} is {kind}")
         data = json.loads(read_regular(path / _STATE))
-        found = data["format"]
+        version = data["format"]
         files = {str(name): (int(size), int(own)) for name, (size, own) in data["files"].items()}
     # A changed file may hold any JSON, even one that nests too deep.
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise _torn(path, f"{_STATE} cannot be read ({type(error).__name__})") from error
-    if found != FORMAT:
+    if version != FORMAT:
         raise TrainingError(
-            f"the checkpoint {path} has format {found}; this rolltree reads format {FORMAT}. "
+            f"the checkpoint {path} has format {version}; this rolltree reads format {FORMAT}. "
             "Continue the run with the version that wrote it."
         )
     if data.get("checksum") != _own_checksum(data):

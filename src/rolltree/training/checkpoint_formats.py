@@ -291,8 +291,8 @@ def sync_files(folder: Path) -> dict[str, list[int]]:
         for path in (*files, *(path for path in folder.rglob("*") if path.is_dir()), folder):
             sync(path)
         return {
-            str(path.relative_to(folder)): [path.stat().st_size, found.result()]
-            for path, found in zip(files, sums, strict=True)
+            str(path.relative_to(folder)): [path.stat().st_size, crc.result()]
+            for path, crc in zip(files, sums, strict=True)
         }
 
 

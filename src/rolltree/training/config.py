@@ -152,16 +152,16 @@ def as_started(config: TrainConfig, stored: Mapping[str, Any]) -> TrainConfig:
 
 def ignored_settings(stored: Mapping[str, Any]) -> list[str]:
     """Return a notice for each of `REMOVED` that a stored run has with another value."""
-    found = []
+    notices = []
     for name, (_, now) in REMOVED.items():
         section, _, key = name.partition(".")
         values = stored.get(section)
         value = values.get(key) if isinstance(values, Mapping) else None
         if not is_unchanged(name, value):
-            found.append(
+            notices.append(
                 f"the run was started with {name} = {value!r}, a setting that was removed: {now}."
             )
-    return found
+    return notices
 
 
 def is_unchanged(name: str, value: object) -> bool:
@@ -339,10 +339,10 @@ def _meant(name: str, known: Iterable[str]) -> str:
         way = f" (in Python {' or '.join(f'{each}=...' for each in ways)})" if ways else ""
         return f" Did you mean {place!r}{way}?"
     names = list(known)
-    found = did_you_mean(name, names)
+    hint = did_you_mean(name, names)
     # A list of all keys would be too long to help.
-    if "Did you mean" in found or len(names) < 40:
-        return found
+    if "Did you mean" in hint or len(names) < 40:
+        return hint
     return f" The sections are {', '.join(_SECTIONS)}; `rolltree docs settings` lists their keys."
 
 
@@ -358,17 +358,17 @@ def _apply_setting(data: dict[str, Any], name: str, value: Any) -> None:
         data[name] = {**_section(data, name), **value} if isinstance(value, Mapping) else value
         return
     keys = {(s, key): (key, f"{s}_{key}") for s in _SECTIONS for key in _keys(s)}
-    found = [place for place, names in keys.items() if name in names]
-    if len(found) > 1:
-        ways = ", ".join(f"{section}_{key}" for section, key in found)
+    places = [place for place, names in keys.items() if name in names]
+    if len(places) > 1:
+        ways = ", ".join(f"{section}_{key}" for section, key in places)
         raise ConfigError(f"{name} is a key of several sections. Write one of {ways}.")
-    if not found:
+    if not places:
         known = {spelling for names in keys.values() for spelling in names}
         for place in REMOVED:
             if name in (place.partition(".")[2], place.replace(".", "_")):
                 raise ConfigError(f"there is no setting {name!r}.{_was_removed(place)}")
         raise ConfigError(f"there is no setting {name!r}.{_meant(name, {*known, *_SECTIONS})}")
-    section, key = found[0]
+    section, key = places[0]
     data[section] = {**_section(data, section), key: value}
 
 

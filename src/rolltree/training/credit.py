@@ -352,7 +352,7 @@ def subtract_averages(
         if mine:
             levels[rollout.role][own].append(mean(mine))
     means = {
-        role: {episode: mean(found) for episode, found in episodes.items()}
+        role: {episode: mean(earned) for episode, earned in episodes.items()}
         for role, episodes in levels.items()
     }
     result = []

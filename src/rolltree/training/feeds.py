@@ -141,10 +141,10 @@ class SyncFeed(Feed):
         async def again() -> Group:
             return (await sample()).results
 
-        found = await sample()
-        results = await until_enough(found.results, again, config, self._notify)
-        reused = {"rollout/reused_share": found.num_reused / len(requests)}
-        is_replayed = found.num_reused == len(requests)
+        collected = await sample()
+        results = await until_enough(collected.results, again, config, self._notify)
+        reused = {"rollout/reused_share": collected.num_reused / len(requests)}
+        is_replayed = collected.num_reused == len(requests)
         if not config.algorithm.dynamic_sampling_max:
             credit = tuple(credit_of(group, config) for group in by_group(results))
             return StepRollouts(results, results, credit, reused, is_replayed)
@@ -201,10 +201,10 @@ class SyncFeed(Feed):
     ) -> Group:
         """Run replacements of a step that has sampled `num_before` rollouts already."""
         total = num_before + len(requests)
-        found = await self._gather(
+        collected = await self._gather(
             requests, lambda done: self._on_progress(step, num_before + done, total), beside
         )
-        return found.results
+        return collected.results
 
     def _split(self, groups: Sequence[Group]) -> tuple[list[GroupCredit], list[GroupCredit]]:
         useful, flat = [], []
@@ -274,7 +274,8 @@ class StreamFeed(Feed):
         sampled = (*results, *joined([self._complete[name] for name in dropped]))
         # Recorded before the step trains: after a kill the same groups give the same weights again,
         # so that version numbers keep their meaning (design/0008).
-        self._record(step, names, dropped)
+        self._run.add_event(LEDGER, {"groups": names, "dropped": dropped}, step=step)
+        self._taken.update(names, dropped)
         for name in (*names, *dropped):
             del self._complete[name], self._order[name]
             self._credit.pop(name, None)
@@ -370,11 +371,6 @@ class StreamFeed(Feed):
         if why is not None:
             self._dropped[name] = why
             self._num_dropped += 1
-
-    def _record(self, step: int, names: Sequence[str], dropped: dict[str, str]) -> None:
-        data = {"groups": list(names), "dropped": dropped}
-        self._run.add_event(LEDGER, data, step=step)
-        self._taken.update(names, dropped)
 
     def _again(self, step: int) -> StepRollouts:
         """Return the rollouts that step `step` took before the run was killed."""

@@ -118,9 +118,9 @@ def _checkpoint(source: Path, step: int | None) -> Path:
     if step is not None:
         path = source / "checkpoints" / f"step-{step:06d}"
     if path is None or path.name not in kept:
-        there = f"It has {', '.join(kept)}" if kept else "It has none yet"
+        available = f"It has {', '.join(kept)}" if kept else "It has none yet"
         raise TrainingError(
-            f"{source} has no checkpoint {'to fork' if path is None else path.name}. {there}; "
+            f"{source} has no checkpoint {'to fork' if path is None else path.name}. {available}; "
             "checkpoint.every and checkpoint.keep say which are written and kept."
         )
     return path

@@ -262,7 +262,7 @@ class LogprobModel:
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return logprob, entropy and KL; `run` is this method, perhaps wrapped by `shard`."""
         with self._autocast():
-            found = gather_logprobs(
+            read = gather_logprobs(
                 self.wanted_hidden(forest),
                 self.head,
                 torch.from_numpy(forest.row_temperature).to(self.device),
@@ -272,7 +272,7 @@ class LogprobModel:
                 teacher=teacher,
             )
         # A plain tuple, because FSDP does not look for tensors in a dataclass (design/0007).
-        return found.logprob, found.entropy, found.kl
+        return read.logprob, read.entropy, read.kl
 
     def head(self, hidden: Tensor) -> Tensor:
         """Return the logits `[_S, _V]` of last hidden states `[_S, _D]`."""

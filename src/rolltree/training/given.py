@@ -67,7 +67,7 @@ def begin(
     Raises:
         ConfigError: its weights are not those that the run began with.
     """
-    found, known = fingerprint(model), run.meta.get(START)
+    weights, known = fingerprint(model), run.meta.get(START)
     file = run.path / START_FILE
     earlier = _trained_by.get(model)
     if known is None and not run.steps():
@@ -85,8 +85,8 @@ def begin(
                 # safetensors refuses tensors that share memory, as tied weights do.
                 unique = {t.data_ptr(): (name, t) for name, t in trained_tensors(model).items()}
                 save_file({name: t.cpu().contiguous() for name, t in unique.values()}, part)
-        run.set_meta(START, found)
-    elif known is not None and found != known:
+        run.set_meta(START, weights)
+    elif known is not None and weights != known:
         # Only if an earlier call trained the object; otherwise its weights may be intended.
         if earlier is not None and is_alone and file.is_file() and odd_kind(file) is None:
             stored, own = open_file(file), trained_tensors(model)
@@ -105,8 +105,8 @@ def begin(
 
 def fingerprint(model: Any) -> int:
     """Return a CRC-32 of the names and bytes of the tensors that would be trained."""
-    found = 0
+    crc = 0
     for name, tensor in sorted(trained_tensors(model).items()):
         data: Any = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-        found = zlib.crc32(data, zlib.crc32(name.encode(), found))
-    return found
+        crc = zlib.crc32(data, zlib.crc32(name.encode(), crc))
+    return crc

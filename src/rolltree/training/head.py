@@ -97,7 +97,7 @@ def _probe(model: Any) -> str | None:
     if body is model:
         return "it has no body apart from its output head"
     ids = torch.tensor([[3, 1, 2]], device=model.get_input_embeddings().weight.device)
-    found = body(input_ids=ids, use_cache=False).last_hidden_state[0]
+    hidden = body(input_ids=ids, use_cache=False).last_hidden_state[0]
     factor = 1.0
 
     def scale(module: Any, args: Any, output: Any) -> Any:
@@ -110,7 +110,7 @@ def _probe(model: Any) -> str | None:
         for number in range(2):
             whole = model(input_ids=ids, use_cache=False).logits[0].float()
             # In reverse order, so that a head which mixed its rows would give other logits.
-            ours = head_logits(model, factor * found.flip(0)).flip(0).float()
+            ours = head_logits(model, factor * hidden.flip(0)).flip(0).float()
             size = float(whole.abs().max())
             if whole.shape != ours.shape or not torch.allclose(
                 whole, ours, rtol=1e-3, atol=1e-3 * size

@@ -222,7 +222,10 @@ async def train_async(
                         await stack.enter_async_context(cast(Environment, source))
                     began_with = opened.config if opened else settings_of_run(checked)
                     stored: Run = opened or stack.enter_context(open_run(checked))
-                    shown = reporter or _default_reporter(quiet, stack)
+                    shown = reporter or Silent()
+                    if reporter is None and not quiet:
+                        view = TrainView(SafeConsole(stderr=True, only_shows=True))
+                        shown = stack.enter_context(view)
                     for message in ignored_settings(began_with):
                         stored.announce(message, shown.on_notice)
                     if model is not None:
@@ -267,7 +270,7 @@ async def train_async(
             except (asyncio.CancelledError, Stopped) as error:
                 stopped = error
             if ranks is not None:
-                ranks.tell(STOP)
+                ranks.send(STOP)
     if stopped is not None:
         raise stopped
     with Run.open(checked.run.dir, "r") as finished:
@@ -378,15 +381,6 @@ def _check_arguments(config: Any, environment: Any, **given: Any) -> None:
 def _kind(value: object) -> str:
     name = getattr(value, "__name__", None)
     return f"{type(value).__name__} {name!r}" if name else f"of type {type(value).__name__}"
-
-
-def _default_reporter(quiet: bool, stack: AsyncExitStack) -> Reporter:
-    """Return the live view of the run, which `stack` closes, or a silent reporter if `quiet`."""
-    return (
-        Silent()
-        if quiet
-        else stack.enter_context(TrainView(SafeConsole(stderr=True, only_shows=True)))
-    )
 
 
 def _environment(

@@ -23,6 +23,10 @@ BoolArray: TypeAlias = NDArray[np.bool_]
 LongArray: TypeAlias = NDArray[np.int64]
 FloatColumn: TypeAlias = NDArray[np.float32]
 
+NO_RECORDS = (
+    "there is no loss record in these samples, so there is nothing to train on. Check that the "
+    "rollouts carry token ids and that credit left some of them to train."
+)
 DEFAULT_BLOCK = 64
 """Keys per block. Measured on CPU: 32 costs calls, 256 costs masked work (design/0003)."""
 
@@ -65,8 +69,8 @@ class Pattern:
         # A pattern longer than every path hides nothing, so its layers share the full blocks.
         if not limits or min(limit.min() for limit in limits) > depth.max():
             return None
-        found: LongArray = np.minimum.reduce(limits)
-        return None if (found > depth.max()).all() else found
+        limit: LongArray = np.minimum.reduce(limits)
+        return None if (limit > depth.max()).all() else limit
 
     def __and__(self, other: Pattern) -> Pattern:
         windows = [w for w in (self.window, other.window) if w is not None]
@@ -142,10 +146,7 @@ def collate(samples: Sequence[Sample]) -> Forest:
     joined = join_samples(samples)
     records = joined.records
     if not len(records):
-        raise TokenError(
-            "there is no loss record in these samples, so there is nothing to train on. Check that "
-            "the rollouts carry token ids and that credit left some of them to train."
-        )
+        raise TokenError(NO_RECORDS)
     # One row of logits per position and temperature, however many records read it.
     key = np.stack([records.source.astype(np.float64), records.temperature.astype(np.float64)])
     unique, inverse = np.unique(key, axis=1, return_inverse=True)

@@ -172,11 +172,8 @@ class _Loop:
     done: int = 0  # steps whose weights are published and metrics stored
     saved: int = 0
     num_equal: int = 0  # steps in a row whose rewards were all equal
-    has_probed: bool = False  # the notice about the probe was sent
     num_skipped: int = 0  # steps in a row whose gradient was not finite
-    has_stood_still: bool = False  # the notice about a step without tokens was sent
-    has_told_problem: bool = False  # the notice about episodes without credit was sent
-    masked: set[str] = field(default_factory=set)  # why calls were masked, as notices have said
+    noticed: set[str] = field(default_factory=set)  # kinds of notices that are sent only once
     raised: set[str] = field(default_factory=set)  # what raised and was scored, as notices said
     is_writing: bool = False  # weights and averages may be partly updated by a step
 
@@ -297,30 +294,30 @@ class _Loop:
         began = time.perf_counter()
         # Sampling may be cancelled at any moment, since every finished rollout is stored. A step
         # that has begun is always finished: weights, version and metrics belong together.
-        found = await self.hooks.guard(feed.next(step))
-        return await run_shielded(self._take(step, found, began))
+        collected = await self.hooks.guard(feed.next(step))
+        return await run_shielded(self._take(step, collected, began))
 
-    async def _take(self, step: int, found: StepRollouts, began: float) -> dict[str, float]:
+    async def _take(self, step: int, collected: StepRollouts, began: float) -> dict[str, float]:
         """Train on the collected rollouts; weights, version and stored metrics change together."""
         wrong: Mapping[tuple[int, int, int], str] = {}
         if self.vocabulary is not None:
-            wrong = await asyncio.to_thread(misspelled, found.trained, self.vocabulary)
+            wrong = await asyncio.to_thread(misspelled, collected.trained, self.vocabulary)
         # Set before the first write to the weights, because `_samples` already updates the moving
         # averages.
         self.is_writing = True
         sampled_at = time.perf_counter()
-        batch, record, credit = self._samples(found)
+        batch, record, credit = self._samples(collected)
         if wrong:
             samples = note_misspelled(batch.samples, credit.places, wrong)
             batch = replace(batch, samples=samples)
-        self._tell_raised(found.sampled, step)
-        trained = await self._train(batch, step, record, _may_stand_still(found, batch))
+        self._note_raised(collected.sampled, step)
+        trained = await self._train(batch, step, record, _may_stand_still(collected, batch))
         spent = time.perf_counter() - began
         environments = environments_of(self.rollouts.source)
         metrics = (
-            rollout_metrics(found.sampled, environments)
+            rollout_metrics(collected.sampled, environments)
             | credit.metrics
-            | dict(found.metrics)
+            | dict(collected.metrics)
             | trained
         )
         sampled = metrics["rollout/total_sampled_tokens"]
@@ -335,22 +332,22 @@ class _Loop:
             lambda: self.run.add_step(step, metrics, record.rows(step) if record else ())
         )
         self.done, self.is_writing = step, False
-        self._tell_equal_rewards(metrics)
+        self._note_equal_rewards(metrics)
         if num := self.trackers.wants(step):
-            advantages = credit.first_advantages(found.trained)
-            self._show("completions", found.sampled, num, step, "train", advantages)
+            advantages = credit.first_advantages(collected.trained)
+            self._show("completions", collected.sampled, num, step, "train", advantages)
         return metrics
 
-    def _tell_equal_rewards(self, metrics: Mapping[str, float]) -> None:
+    def _note_equal_rewards(self, metrics: Mapping[str, float]) -> None:
         """Send a notice after `_PATIENCE` steps in a row with equal rewards: they teach nothing."""
         equal = metrics.get("reward/std") == 0.0
         self.num_equal = self.num_equal + 1 if equal else 0
         if self.num_equal == _PATIENCE:
             # A damaged row ends no training.
             with suppress(StoreError):
-                self._tell(read_facts(self.run, quick=True), "zero_variance", "flat_groups")
+                self._narrate(read_facts(self.run, quick=True), "zero_variance", "flat_groups")
 
-    def _tell(self, facts: Facts, *kinds: str) -> None:
+    def _narrate(self, facts: Facts, *kinds: str) -> None:
         """Send what the narrator says of some kinds."""
         for kind in kinds:
             for each in DETECTORS[kind].sentences(kind, facts):
@@ -370,7 +367,7 @@ class _Loop:
             samples, stale = mask_stale(samples, step - 1, staleness_limit(self.config))
         samples, masked = self.trainer.trainable(samples)
         masked.add_skipped(batch.skipped)
-        self._tell_masked(masked, step)
+        self._note_masked(masked, step)
         stands_still = may_stand_still and not has_loss(samples)
         if stands_still or not self.config.train.async_steps:
             # The embedded engine reads the tensors that AdamW writes: a forward pass in between
@@ -417,28 +414,33 @@ class _Loop:
             trained, self.num_skipped = done, 0
         # Without tokens of the current weights `train.max_mismatch` had nothing to compare.
         is_checked = MISMATCH in trained or self.trainer.algorithm.supervised
-        if not is_checked and not self.has_probed:
-            self.has_probed = True
-            self.notify(
+        if not is_checked:
+            self._notify_once(
+                "probe",
                 f"train.max_mismatch compares tokens that the current weights sampled, but step "
                 f"{step} trains none, because sampling runs ahead (train.async_steps). After such "
                 "a step the engine answers a probe, which is compared with the trainer instead "
-                "(engine.probe_tolerance)."
+                "(engine.probe_tolerance).",
             )
         verified = await self.publisher.verify(step, always=not is_checked)
         spent = {"time/paused_s": lock.paused_s, "time/broadcast_weights": self.publisher.spent_s}
         return trained | masked.metrics() | stale | verified | spent
 
-    def _tell_masked(self, masked: MaskedCalls, step: int) -> None:
+    def _notify_once(self, kind: str, message: str) -> None:
+        """Send the first notice of its kind."""
+        if kind not in self.noticed:
+            self.noticed.add(kind)
+            self.notify(message)
+
+    def _note_masked(self, masked: MaskedCalls, step: int) -> None:
         """Send a notice the first time that calls are masked for a reason."""
         for reason, sentence in masked.sentences.items():
-            if reason not in self.masked:
-                self.masked.add(reason)
-                self.notify(
-                    f"step {step} leaves {masked.num_calls[reason]} calls out of the loss, which "
-                    f"cannot be trained (masked/{reason} counts them; their rewards count): "
-                    f"{sentence}"
-                )
+            self._notify_once(
+                f"masked/{reason}",
+                f"step {step} leaves {masked.num_calls[reason]} calls out of the loss, which "
+                f"cannot be trained (masked/{reason} counts them; their rewards count): "
+                f"{sentence}",
+            )
 
     def _skip(self, step: int, error: NonFiniteStep) -> dict[str, float]:
         """Return the metrics of a step that is skipped, with a notice why.
@@ -452,7 +454,7 @@ class _Loop:
         self.notify(f"step {step} is skipped: {error}")
         return {"train/num_records": 0.0, "train/grad_norm": 0.0, "train/skipped_step": 1.0}
 
-    def _tell_raised(self, results: Sequence[RolloutResult], step: int) -> None:
+    def _note_raised(self, results: Sequence[RolloutResult], step: int) -> None:
         """Send a notice the first time that a reward function or the environment raises.
 
         Its rollouts are scored, since the answer may be the cause; so may be a mistake in the code.
@@ -471,34 +473,35 @@ class _Loop:
             for state in each.states
         ]
         self.raised.update(name for each in looked for name, _ in each.scoring_errors)
-        self._tell(Facts("train", {}, (), looked), "scoring")
+        self._narrate(Facts("train", {}, (), looked), "scoring")
 
     def _stand_still(self, step: int) -> dict[str, float]:
         """Return the metrics of a step that trains nothing; the first time, send a notice why."""
-        if not self.has_stood_still:
-            self.has_stood_still = True
-            self.notify(
-                f"step {step} has no token to train: all of its rollouts are masked or left out "
-                "(truncation, mask_truncated_completions, failures, prompts beyond "
-                "train.max_seq_len, calls that cannot be trained, which masked/* count, or masks "
-                "of the environment), so the weights stay as they are. "
-                "If that goes on, nothing is learned. Raise sampling.max_tokens or "
-                f"train.max_seq_len, or look at a few: rolltree show {self.run.path} "
-                "--transcripts 3."
-            )
+        self._notify_once(
+            "no token",
+            f"step {step} has no token to train: all of its rollouts are masked or left out "
+            "(truncation, mask_truncated_completions, failures, prompts beyond "
+            "train.max_seq_len, calls that cannot be trained, which masked/* count, or masks "
+            "of the environment), so the weights stay as they are. "
+            "If that goes on, nothing is learned. Raise sampling.max_tokens or "
+            f"train.max_seq_len, or look at a few: rolltree show {self.run.path} "
+            "--transcripts 3.",
+        )
         return {"train/num_records": 0.0, "train/grad_norm": 0.0}
 
-    def _samples(self, found: StepRollouts) -> tuple[SampleBatch, TokenRecord | None, CreditReport]:
+    def _samples(
+        self, collected: StepRollouts
+    ) -> tuple[SampleBatch, TokenRecord | None, CreditReport]:
         """Join the credit of one step's groups; return its samples, token record and credit."""
         section, algorithm = self.config.train, self.config.algorithm
-        results, policy = found.trained, algorithm.policy(section.max_seq_len)
-        report = join_credit(results, found.credit, policy, self.averages)
+        results, policy = collected.trained, algorithm.policy(section.max_seq_len)
+        report = join_credit(results, collected.credit, policy, self.averages)
         self.averages = report.averages
-        if report.problems and not self.has_told_problem:
-            self.has_told_problem = True
-            self.notify(
+        if report.problems:
+            self._notify_once(
+                "no credit",
                 f"{len(report.problems)} episodes are left out of the training, because their "
-                f"credit is unknown (credit/unusable_share counts them): {report.problems[0]}"
+                f"credit is unknown (credit/unusable_share counts them): {report.problems[0]}",
             )
         group_of = {result.request.request_id: result.request.group_id for result in results}
         for result in results:
@@ -617,8 +620,8 @@ class _Loop:
             self.trackers.log(eval_numbers(metrics), step)
             if num := self.trackers.wants():
                 rows = self.run.rollouts(phase=phase, limit=num, sort="request_id")
-                found = decode_results(rows, tokens=False)
-                self._show("eval/completions", found, num, step, phase)
+                results = decode_results(rows, tokens=False)
+                self._show("eval/completions", results, num, step, phase)
         self.reporter.on_eval(phase, step, metrics, bool(stored))
 
     def _end(self) -> TrainReport:
@@ -638,17 +641,17 @@ class _Loop:
         return report
 
 
-def _may_stand_still(found: StepRollouts, batch: SampleBatch) -> bool:
+def _may_stand_still(collected: StepRollouts, batch: SampleBatch) -> bool:
     """Return whether a step without a token to train leaves the weights as they are.
 
     It is an error if the model was called and no answer came with token ids: such a server will not
     begin to give them. Empty answers, and calls with invalid tokens, have or had ids. When the run
     is continued, the step stands still, so that it gets on.
     """
-    has_calls = any(state["trajectory"] for each in found.trained for state in each.states)
+    has_calls = any(state["trajectory"] for each in collected.trained for state in each.states)
     had_ids = any(each.reason is not SkipReason.NO_TOKENS for each in batch.skipped)
-    is_blind = has_calls and not had_ids and newest_version(found.trained) is None
-    return found.is_replayed or not is_blind
+    is_blind = has_calls and not had_ids and newest_version(collected.trained) is None
+    return collected.is_replayed or not is_blind
 
 
 def _sample_metrics(batch: SampleBatch) -> dict[str, float]:
@@ -663,7 +666,7 @@ def _sample_metrics(batch: SampleBatch) -> dict[str, float]:
         for name, value in report.items()
         if name.startswith("break_rate/") and value
     }
-    found = causes | {
+    metrics = causes | {
         "samples/break_rate": report["break_rate"],
         "samples/skipped_tokens": report["num_skipped_tokens"],
     }
@@ -671,7 +674,7 @@ def _sample_metrics(batch: SampleBatch) -> dict[str, float]:
         # Without calls that the engine gave no logprobs for.
         logprob = np.concatenate([sample.records.logprob for sample in batch.samples])
         logprob = logprob[np.isfinite(logprob)]
-        found["samples/reuse_factor"] = report["num_raw_tokens"] / report["num_tokens"]
+        metrics["samples/reuse_factor"] = report["num_raw_tokens"] / report["num_tokens"]
         if len(logprob):
-            found["rollout/entropy"] = -float(np.mean(logprob))
-    return found
+            metrics["rollout/entropy"] = -float(np.mean(logprob))
+    return metrics

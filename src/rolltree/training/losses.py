@@ -173,10 +173,6 @@ def gspo(x: LossInputs, p: Mapping[str, float]) -> LossTerms:
     return _clipped(log_ratio.exp(), x.advantage, p)
 
 
-def _gspo_term(log_ratio: Tensor, advantage: Tensor, p: Mapping[str, float]) -> Tensor:
-    return log_ratio
-
-
 def gmpo(x: LossInputs, p: Mapping[str, float]) -> LossTerms:
     """Return `-A` times the geometric mean of a rollout's clipped token ratios.
 
@@ -224,7 +220,7 @@ LOSSES: dict[str, Loss] = {
     "gspo": Loss(
         gspo,
         {"clip_low": 3e-4, "clip_high": 4e-4},
-        rollout_term=_gspo_term,
+        rollout_term=lambda log_ratio, advantage, p: log_ratio,
         only_advantage=True,
     ),
     "gmpo": Loss(

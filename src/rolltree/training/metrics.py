@@ -78,8 +78,7 @@ class RecordStats:
     def sum_over(self, ranks: Ranks) -> None:
         """Add the values of the other ranks; each record belongs to one rank."""
         names = ("logprob", "entropy", "clipped", "kl", "reference", "factor")
-        found = {name: getattr(self, name) for name in names}
-        columns = {name: column for name, column in found.items() if column is not None}
+        columns = {name: each for name in names if (each := getattr(self, name)) is not None}
         # A record is 0 on every rank but its own, so the sum is its value.
         *summed, loss = ranks.total(*columns.values(), np.array([self.loss]))
         for name, column in zip(columns, summed, strict=True):
@@ -278,9 +277,9 @@ def _rewards(results: Sequence[RolloutResult]) -> dict[str, float]:
         "reward/std": 0.0 if are_equal(rewards) else pstdev(rewards),
         "reward/max": max(rewards),
     }
-    found = episodes_estimate(groups)
-    if found is not None and found.low is not None and found.high is not None:
-        metrics |= {"reward/low": found.low, "reward/high": found.high}
+    estimate = episodes_estimate(groups)
+    if estimate is not None and estimate.low is not None and estimate.high is not None:
+        metrics |= {"reward/low": estimate.low, "reward/high": estimate.high}
     return metrics
 
 

@@ -192,12 +192,12 @@ def check_auxiliary(model: Any) -> None:
         if getattr(config, "output_router_logits", False) and (any(known.values()) or not known):
             asked = {"output_router_logits": True, **known}
         if any(asked.values()):
-            said = ", ".join(f"{name} = {value!r}" for name, value in asked.items())
+            given = ", ".join(f"{name} = {value!r}" for name, value in asked.items())
             first = next(iter(asked))
             off = "false" if asked[first] is True else "0"
             raise ConfigError(
-                f"the configuration of {type(model).__name__} asks for an auxiliary loss ({said}), "
-                "which would not be trained: the objective is that of the algorithm alone. Set "
-                f"{first} to {off} in the model's config.json to train without it; with adapters "
-                "on other layers than the router, it stays as it is."
+                f"the configuration of {type(model).__name__} asks for an auxiliary loss "
+                f"({given}), which would not be trained: the objective is that of the algorithm "
+                f"alone. Set {first} to {off} in the model's config.json to train without it; with "
+                "adapters on other layers than the router, it stays as it is."
             )

@@ -206,34 +206,34 @@ async def gather(
             again, whatever their errors: the cause may be gone.
         beside: results that count in that share, too, and are not run again.
     """
-    found = stored_results(requests, run)
-    again = lost_rollouts(found.values(), engine.source)
-    if max_failed_share is not None and len(found) == len(requests):
-        failed = {name for name, result in found.items() if result.error is not None}
+    done = stored_results(requests, run)
+    again = lost_rollouts(done.values(), engine.source)
+    if max_failed_share is not None and len(done) == len(requests):
+        failed = {name for name, result in done.items() if result.error is not None}
         num_failed = len(failed) + sum(result.error is not None for result in beside)
         if too_many(num_failed, len(requests) + len(beside), max_failed_share):
-            again |= _whole_groups(failed, found.values(), engine.source)
-    num_reused = len(found) - len(again)
+            again |= _whole_groups(failed, done.values(), engine.source)
+    num_reused = len(done) - len(again)
     # Requests whose stored rows may be overwritten, even if they did not fail: in a group that is
     # compared, all members are run again.
     replaced: set[str] = set()
     for number in itertools.count():
         replaced |= again
         for name in again:
-            del found[name]
-        on_progress(len(found))
-        missing = [request for request in requests if request.request_id not in found]
+            del done[name]
+        on_progress(len(done))
+        missing = [request for request in requests if request.request_id not in done]
         stored = run_stored(engine, missing, run, replace_failed=True, replaced=replaced)
         # An error closes the generator at once; rollouts in flight end with it.
         async with aclosing(stored) as batches:
             async for batch in batches:
-                found |= {result.request.request_id: result for result, _ in batch}
-                on_progress(len(found))
-        again = lost_rollouts(found.values(), engine.source)
+                done |= {result.request.request_id: result for result, _ in batch}
+                on_progress(len(done))
+        again = lost_rollouts(done.values(), engine.source)
         if not again or number == _NUM_REPEATS:
             break
         await asyncio.sleep(_WAITS.wait_s(number, None))
-    results = tuple(found[request.request_id] for request in requests)
+    results = tuple(done[request.request_id] for request in requests)
     # Results of rollout workers are decoded here, since long trees would block the event loop.
     await asyncio.to_thread(lambda: [result.states for result in results])
     return Collected(results, num_reused)

@@ -65,47 +65,31 @@ class RunHooks(Protocol):
         self, notify: Callable[[str], None], probe: Callable[[Any, int], Awaitable[None]]
     ) -> None:
         """Get ready to sample; `notify` gets notices, `probe` checks one part with a version."""
+        return
 
     async def guard(self, work: Awaitable[T]) -> T:
         """Return what `work` returns, or raise if the engine is lost meanwhile."""
-        ...
-
-    async def counted(self, client: Any, ask: Callable[[], Awaitable[Any]]) -> Any:
-        """Return the answer that `ask` gets from one client, if it has the published weights."""
-
-    def is_away(self, client: Any) -> bool:
-        """Whether one client failed apart from the others, and gets the weights later."""
-        ...
-
-    def announce_kept_weights(self) -> None:
-        """Tell the user at the end of a run where the trained weights are still served."""
-
-    async def aclose(self) -> None:
-        """Release what the engine holds for the run."""
-
-
-class _NoHooks:
-    """The hooks of an engine in this process."""
-
-    async def begin(
-        self, notify: Callable[[str], None], probe: Callable[[Any, int], Awaitable[None]]
-    ) -> None:
-        pass
-
-    async def guard(self, work: Awaitable[T]) -> T:
         return await work
 
     async def counted(self, client: Any, ask: Callable[[], Awaitable[Any]]) -> Any:
+        """Return the answer that `ask` gets from one client, if it has the published weights."""
         return await ask()
 
     def is_away(self, client: Any) -> bool:
+        """Whether one client failed apart from the others, and gets the weights later."""
         return False
 
     def announce_kept_weights(self) -> None:
-        pass
+        """Tell the user at the end of a run where the trained weights are still served."""
+        return
 
     async def aclose(self) -> None:
-        pass
+        """Release what the engine holds for the run."""
+        return
+
+
+class _NoHooks(RunHooks):
+    """The hooks of an engine in this process, which do nothing."""
 
 
 _NO_HOOKS = _NoHooks()
@@ -216,22 +200,22 @@ class Publisher:
         # All ranks run this pass, and none of them may leave it in the middle.
         after = await run_shielded(asyncio.to_thread(self._score, self._prompts))
         scored = self._scored = _Scored(version, self._prompts, self._before, after)
-        found: list[_Found] = []
+        probes: list[_Differences] = []
         hooks = run_hooks(self._engine)
         for client in getattr(self._client, "clients", [self._client]):
             if hooks.is_away(client):
                 continue
             try:
-                found.append(await self._check(client, scored, hooks, is_old=not shares))
+                probes.append(await self._check(client, scored, hooks, is_old=not shares))
             # A server that died during the probe gets the weights before its next request.
             except ModelError:
                 if not hooks.is_away(client):
                     raise
-        if not found:
+        if not probes:
             return {}
-        metrics = {"publish/probe_error": max(each.error for each in found)}
+        metrics = {"publish/probe_error": max(each.error for each in probes)}
         if self._before is not None:
-            metrics["publish/probe_step"] = max(each.moved for each in found)
+            metrics["publish/probe_step"] = max(each.moved for each in probes)
         return metrics
 
     async def probe(self, client: Any, version: int) -> None:
@@ -259,11 +243,10 @@ class Publisher:
 
     async def _check(
         self, client: Any, scored: _Scored, hooks: RunHooks, *, is_old: bool
-    ) -> _Found:
+    ) -> _Differences:
         """Probe one client; if the result looks wrong, sample more and judge all tries together.
 
-        `hooks` decide which answers count. `is_old`: the client may serve the weights from before
-        the step.
+        `hooks` decide which answers count. `is_old`: the client may serve the weights from before the step.
         """
         # A server that was away at the first publish is judged by the others' noise.
         noise = self._noise.get(client, max(self._noise.values(), default=None))
@@ -274,13 +257,13 @@ class Publisher:
             # Different seeds in each try, so the tries are independent and are judged together.
             more = await _sample(client, scored, hooks, version * _NUM_TRIES + number)
             ids, logprobs = np.append(ids, more[0]), np.append(logprobs, more[1])
-            found = _compare(ids, logprobs, scored.before, scored.after)
-            why = found.why_not(noise, self._tolerance)
+            differences = _compare(ids, logprobs, scored.before, scored.after)
+            why = differences.why_not(noise, self._tolerance)
             if why is None:
                 # Set at the first publish only: a later difference may already come from weights
                 # that are out of date.
-                self._noise.setdefault(client, found.error)
-                return found
+                self._noise.setdefault(client, differences.error)
+                return differences
         raise TrainingError(
             f"version {version} was published to {client!r}, and it serves other weights: {why}. "
             "Usual causes: the reload left a part as it was, another model "
@@ -333,7 +316,7 @@ async def _sample(
 
 
 @dataclass(frozen=True, slots=True)
-class _Found:
+class _Differences:
     """A probe's differences of logprobs, each the upper quartile over its prompts.
 
     `error`: between the engine and the weights after the step. `moved`: between the weights before
@@ -384,7 +367,7 @@ def _most(differences: FloatArray) -> float:
 
 def _compare(
     ids: IntArray, logprobs: FloatArray, before: FloatArray | None, after: FloatArray
-) -> _Found:
+) -> _Differences:
     """Compare sampled tokens, `[_N]` or a multiple of it, with the trainer's `[_N, _V]`."""
     # Each try samples after the same prompts in the same order.
     rows = np.arange(len(ids)) % len(after)
@@ -394,7 +377,7 @@ def _compare(
     middle = float(np.median(np.abs(moved)))
     # Differences count in the direction of the old weights: 0 is the new ones, 1 the old ones.
     behind = float(np.median(error * np.sign(moved))) / middle if middle else 0.0
-    return _Found(
+    return _Differences(
         error=_most(error),
         moved=typical,
         behind=behind,
@@ -416,8 +399,8 @@ def next_logprobs(model: Any, prompts: IntArray) -> FloatArray:
     logits = model(input_ids=ids, use_cache=False, **only_last).logits[:, -1].float()
     # A backward pass would do this, but none follows.
     reshard(model)
-    found: FloatArray = logits.log_softmax(-1).cpu().numpy()
-    return found
+    logprobs: FloatArray = logits.log_softmax(-1).cpu().numpy()
+    return logprobs
 
 
 class WeightLock:

@@ -71,7 +71,7 @@ class Rank0Trainer(Trainer):
         """Do what `Trainer.step` does, on all ranks."""
         assert self.ranks is not None
         # Before the step, whose sums over ranks wait for all of them.
-        self.ranks.tell("step", {"step": step, "samples": samples_to_data(samples)})
+        self.ranks.send("step", {"step": step, "samples": samples_to_data(samples)})
         return super().step(samples, step, exclusive=exclusive, on_batch=on_batch)
 
 
@@ -81,13 +81,13 @@ class Rank0Checkpoints(Checkpoints):
     def save(self, model: Any, optimizer: Optimizer, state: TrainState) -> Path:
         """Do what `Checkpoints.save` does, on all ranks."""
         assert self.ranks is not None
-        self.ranks.tell("save", {"root": str(self.root), "state": asdict(state)})
+        self.ranks.send("save", {"root": str(self.root), "state": asdict(state)})
         return super().save(model, optimizer, state)
 
     def load(self, path: Path, model: Any, optimizer: Optimizer) -> TrainState:
         """Do what `Checkpoints.load` does, on all ranks."""
         assert self.ranks is not None
-        self.ranks.tell("load", {"path": str(path)})
+        self.ranks.send("load", {"path": str(path)})
         return super().load(path, model, optimizer)
 
 
@@ -114,14 +114,14 @@ def renew_copy(model: Any, served: Any, ranks: Ranks | None) -> None:
     if served is model:
         return
     if ranks is not None:
-        ranks.tell("copy")
+        ranks.send("copy")
     copy_weights(model, served)
 
 
 def score_together(model: Any, prompts: IntArray, ranks: Ranks | None) -> FloatArray:
     """Do what `next_logprobs` does, with all ranks."""
     if ranks is not None:
-        ranks.tell("score", {"prompts": prompts})
+        ranks.send("score", {"prompts": prompts})
     return next_logprobs(model, prompts)
 
 
@@ -130,7 +130,7 @@ def export_together(
 ) -> Path:
     """Do what `export_model` does, on all ranks."""
     if ranks is not None:
-        ranks.tell("export", {"path": str(path)})
+        ranks.send("export", {"path": str(path)})
     return export_model(model, tokenizer, path, ranks=ranks)
 
 
@@ -196,7 +196,7 @@ def follow(config: TrainConfig, ranks: Ranks, model: Any = None) -> None:
             model, _ = load_trained(config, ranks)
         adapt(model, config)
         follower = _Follower(config, ranks, Trainer(model, config, ranks))
-        while (command := ranks.hear()).name != STOP:
+        while (command := ranks.receive()).name != STOP:
             COMMANDS[command.name](follower, command.data)
 
 

@@ -68,13 +68,13 @@ class TrainReport(Finished):
     def read(cls, run: Run) -> TrainReport:
         """Return the report of a stored run."""
         curve = tuple(run.evaluations())
-        found = {done.phase: done.metrics for done in curve}
+        by_phase = {done.phase: done.metrics for done in curve}
         # An export appears whole or not at all, so it is enough that the folder exists.
         model = run.path / "model"
         steps = tuple(row.metrics for row in run.steps())
         device = (run.config.get("model") or {}).get("device", "cpu")
         idle_gpu = device == "cpu" and has_gpu()
-        return cls(run.path, steps, found, curve, model if model.is_dir() else None, idle_gpu)
+        return cls(run.path, steps, by_phase, curve, model if model.is_dir() else None, idle_gpu)
 
     @property
     def run(self) -> Run:

@@ -19,7 +19,7 @@ def longest_exact(model: Any) -> tuple[int, str] | None:
 
     None: they never depend on the length.
     """
-    found = []
+    limits = []
     for module in model.modules():
         kinds = getattr(module, "rope_type", None)
         config = getattr(module, "config", None)
@@ -31,10 +31,10 @@ def longest_exact(model: Any) -> tuple[int, str] | None:
             if kind == "longrope":
                 settings = config.rope_parameters
                 settings = settings if layer_type is None else settings[layer_type]
-                found.append((int(settings["original_max_position_embeddings"]), kind))
+                limits.append((int(settings["original_max_position_embeddings"]), kind))
             elif "dynamic" in str(kind):
-                found.append((int(config.max_position_embeddings), kind))
-    return min(found, default=None)
+                limits.append((int(config.max_position_embeddings), kind))
+    return min(limits, default=None)
 
 
 def check_lengths(model: Any, forest: Forest, longest: tuple[int, str] | None) -> None:

@@ -52,17 +52,19 @@ def misspelled(
 def _misspelled(
     calls: Iterable[tuple[tuple[int, int, int], str, Any]], vocabulary: Vocabulary
 ) -> dict[tuple[int, int, int], str]:
-    found = {}
+    wrong = {}
     for place, where, step in calls:
-        tokens, prompt, said = step["tokens"], step["prompt"], step["completion"]
+        tokens, prompt, completion = step["tokens"], step["prompt"], step["completion"]
         # Steps store ids as lists.
         prompt_ids, ids = (
             np.array(tokens[name], np.int32) for name in ("prompt_ids", "completion_ids")
         )
         asked = None if isinstance(prompt, str) or not prompt else prompt[-1]
-        answer = {"content": said} if isinstance(said, str) else next(iter(said), {})
+        answer = (
+            {"content": completion} if isinstance(completion, str) else next(iter(completion), {})
+        )
         try:
             check_messages(vocabulary, prompt_ids, ids, asked, answer, where=where)
         except TokenError as error:
-            found[place] = str(error)
-    return found
+            wrong[place] = str(error)
+    return wrong

@@ -146,10 +146,7 @@ class EngineSection(Section, frozen=True):
                 "--enable-return-routed-experts`, `rolltree serve --record-experts`), and leave it "
                 "out here."
             )
-        others = (
-            *("served_model", "api_key_env", "admin_key_env"),
-            *("publish", "transfer_address"),
-        )
+        others = ("served_model", "api_key_env", "admin_key_env", "publish", "transfer_address")
         other_way = ("transfer_address",) if self.publish in ("shared", "disk") else ()
         # A struct does not know which fields were given, so a default that is written out passes.
         defaults = {f.name: f.default for f in msgspec.structs.fields(type(self))}

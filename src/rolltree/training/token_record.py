@@ -62,8 +62,8 @@ class TokenRecord:
         }
 
         def place(records: Records) -> LongArray:
-            found: LongArray = starts[first_call[records.rollout] + records.call] + records.offset
-            return found
+            places: LongArray = starts[first_call[records.rollout] + records.call] + records.offset
+            return places
 
         for counted, computed, stats in self._seen:
             # `counted` has more records than were computed: those of rollouts without an advantage

@@ -141,8 +141,8 @@ def mlflow(run: TrackedRun) -> Sink:
         identity = read_regular(note, 1024).decode().strip()
         client.update_run(identity, status="RUNNING")
     else:
-        found = client.get_experiment_by_name(run.project)
-        experiment = found.experiment_id if found else client.create_experiment(run.project)
+        known = client.get_experiment_by_name(run.project)
+        experiment = known.experiment_id if known else client.create_experiment(run.project)
         identity = client.create_run(experiment, run_name=run.name).info.run_id
         for section, values in run.config.items():
             for key, value in (values or {}).items():

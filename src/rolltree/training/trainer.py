@@ -51,7 +51,12 @@ from rolltree.training.objective import (
 )
 from rolltree.training.optim import Optimizer
 from rolltree.training.sections import learning_rate
-from rolltree.training.untrainable import MaskedCalls, TrainableLimits, mask_untrainable
+from rolltree.training.untrainable import (
+    ForeignRouting,
+    MaskedCalls,
+    TrainableLimits,
+    mask_untrainable,
+)
 from rolltree.values.errors import ConfigError, NonFiniteStep, TrainingError
 from rolltree.values.types import Sample
 
@@ -91,16 +96,7 @@ class Trainer:
         self.algorithm: Algorithm = config.algorithm.resolve()
         check_auxiliary(model)
         self.logprobs = self._reader(model)
-        self._limits = self._find_limits()
-        no_replay = self._prepare_replay()
-        if self.logprobs.replay is not None:
-            self._limits = replace(self._limits, foreign_routing=self.logprobs.replay.foreign)
-        elif no_replay:
-            # Whatever was recorded is not this model's.
-            self._limits = replace(
-                self._limits,
-                foreign_routing=lambda values: (np.ones(len(values), np.bool_), no_replay),
-            )
+        self._limits = self._find_limits(self._prepare_replay())
         self._whole_kl = self.algorithm.kl_coef > 0 and KLS[self.algorithm.kl].fn is None
         # Before sharding: the reference may be a copy of the model, and shards cannot be copied.
         self.reference = self._reference(reference)
@@ -129,7 +125,7 @@ class Trainer:
             compute_dtype=getattr(torch, self.config.model.compute_dtype),
         )
 
-    def _find_limits(self) -> TrainableLimits:
+    def _find_limits(self, foreign_routing: ForeignRouting | None) -> TrainableLimits:
         # The head may be larger than the embedding, or smaller.
         ends = (self.model.get_input_embeddings(), self.model.get_output_embeddings())
         longest = self.logprobs.longest
@@ -137,6 +133,7 @@ class Trainer:
         return TrainableLimits(
             min(len(end.weight) for end in ends),
             max_tokens if longest is None else min(longest[0], max_tokens),
+            foreign_routing,
         )
 
     def trainable(self, samples: Sequence[Sample]) -> tuple[list[Sample], MaskedCalls]:
@@ -148,36 +145,38 @@ class Trainer:
             TrainingError: a call has other sampling settings, and `train.changed_sampling` is
                 `refuse`.
         """
-        found, masked = mask_untrainable(samples, self.algorithm, self._limits)
+        kept, masked = mask_untrainable(samples, self.algorithm, self._limits)
         if self.config.train.changed_sampling == "refuse":
             masked.check()
-        return found, masked
+        return kept, masked
 
-    def _prepare_replay(self) -> str:
-        """Make the reader replay routed experts, or return why it cannot.
+    def _prepare_replay(self) -> ForeignRouting | None:
+        """Make the reader replay routed experts if it can; return which ones cannot be replayed.
 
         Raises:
             TrainingError: `train.replay_experts` is true, but the model cannot.
         """
         wanted = self.config.train.replay_experts
         if wanted is False:
-            return ""
-        kind = type(self.model).__name__
+            return None
         if wanted is None and not is_mixture(self.model):
-            return (
-                f"the rollouts carry routed experts, but {kind} is not a mixture: its "
-                "configuration counts no experts. "
+            why = (
+                f"the rollouts carry routed experts, but {type(self.model).__name__} is not a "
+                "mixture: its configuration counts no experts. "
                 "Set train.replay_experts = false to leave them alone."
             )
-        from rolltree.training.models.routing import Replay
+        else:
+            from rolltree.training.models.routing import Replay
 
-        try:
-            self.logprobs.replay = Replay(self.model)
-        except TrainingError as error:
-            if wanted:
-                raise
-            return str(error)
-        return ""
+            try:
+                self.logprobs.replay = Replay(self.model)
+                return self.logprobs.replay.foreign
+            except TrainingError as error:
+                if wanted:
+                    raise
+                why = str(error)
+        # Whatever was recorded is not this model's.
+        return lambda values: (np.ones(len(values), np.bool_), why)
 
     def _check_routing(self, samples: Sequence[Sample]) -> dict[str, float]:
         """Return the share of tokens whose experts are replayed as a metric, if there are any.
@@ -373,14 +372,14 @@ class Trainer:
     @torch.no_grad()
     def _measure(self, model: LogprobModel, batch: Batch) -> FloatColumn:
         """Return the logprobs of all records of a batch, of all ranks, with the current weights."""
-        found = np.zeros(len(batch.records), np.float32)
+        logprobs = np.zeros(len(batch.records), np.float32)
         for item in batch.packs:
             with model.context():
                 got = model(item.forest).logprob.cpu().numpy()
             # Fillers run too, because all ranks must gather the layers equally often.
             if not item.is_filler:
-                found[item.span] = got
-        return found if self.ranks is None else self.ranks.total(found)[0]
+                logprobs[item.span] = got
+        return logprobs if self.ranks is None else self.ranks.total(logprobs)[0]
 
     def _gradients(self, batch: Batch, fixed: FixedTerms | None = None) -> RecordStats:
         """Add up the gradients of all packs; return the statistics per record, over all ranks."""

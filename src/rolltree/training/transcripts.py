@@ -94,10 +94,10 @@ def _text(messages: Iterable[Mapping[str, Any]]) -> str:
 
 
 def _line(message: Mapping[str, Any]) -> str:
-    said = [str(message["reasoning_content"])] if message.get("reasoning_content") else []
-    said += [text_of(message)] if message.get("content") else []
-    said += [json.dumps(call, default=str) for call in message.get("tool_calls") or ()]
-    return f"{message.get('role', '?')}: " + "\n".join(said)
+    parts = [str(message["reasoning_content"])] if message.get("reasoning_content") else []
+    parts += [text_of(message)] if message.get("content") else []
+    parts += [json.dumps(call, default=str) for call in message.get("tool_calls") or ()]
+    return f"{message.get('role', '?')}: " + "\n".join(parts)
 
 
 def _cut(text: str) -> str:

@@ -64,10 +64,10 @@ def _chunk(closure: Closure) -> int:
 
 
 def _all_of(parts: tuple[Any, ...]) -> Pattern:
-    found = FULL
+    pattern = FULL
     for part in parts:
-        found &= _pattern(part)
-    return found
+        pattern &= _pattern(part)
+    return pattern
 
 
 def _pattern(mask_function: Any) -> Pattern:
@@ -225,8 +225,8 @@ def _by_depth(module: torch.nn.Module, query: Tensor, layout: TreeLayout) -> Ten
 def _own_attention(module: torch.nn.Module, own: str) -> Callable[..., Any]:
     """Return the model's attention outside trees; `eager` is in the model's own file."""
     eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
-    found: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS.get_interface(own, eager)
-    return found
+    attention: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS.get_interface(own, eager)
+    return attention
 
 
 def register_tree_attention(own: str) -> str:

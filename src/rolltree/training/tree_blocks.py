@@ -8,8 +8,9 @@ and no `_T` x `_T` matrix exists.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
     from rolltree.training.models.recurrence_layout import RecurrenceLayout
 
+T = TypeVar("T")
 _UNSEEN = -1e30
 """Added to the score of a key that is not seen: finite, as a row may see nothing of a block."""
 
@@ -62,59 +64,51 @@ class TreeLayout:
     @property
     def is_path(self) -> bool:
         """Whether the forest is one unbranched sequence."""
-        found: bool = self._once("is_path", FULL)
-        return found
+        return self._once(
+            "is_path", FULL, lambda: bool((self.subtree_end == self.num_tokens).all())
+        )
 
     def is_full(self, pattern: Pattern) -> bool:
         """Whether no path is long enough for the pattern to hide a token."""
-        found: bool = self._once("is_full", pattern)
-        return found
+        return self._once("is_full", pattern, lambda: pattern.limit(self.depth) is None)
 
     def blocks(self, pattern: Pattern = FULL) -> tuple[Block, ...]:
         """Return the rectangles that layers with this pattern compute."""
-        found: tuple[Block, ...] = self._once("blocks", pattern)
-        return found
+        return self._once("blocks", pattern, lambda: self._cut(pattern))
 
     def flex_mask(self, pattern: Pattern = FULL) -> BlockMask:
         """Return the mask of layers with this pattern."""
-        found: BlockMask = self._once("flex_mask", pattern)
-        return found
+        from rolltree.training.models.tree_flex import flex_mask
+
+        return self._once(
+            "flex_mask",
+            pattern,
+            lambda: flex_mask(self.subtree_end, self.device, depth=self.depth, pattern=pattern),
+        )
 
     @property
     def recurrence(self) -> RecurrenceLayout:
         """The layout for recurrent layers."""
-        found: RecurrenceLayout = self._once("recurrence", FULL)
-        return found
-
-    def _once(self, what: str, pattern: Pattern) -> Any:
-        # Built when the first layer asks for it; layers that look equally far back share it.
-        if (what, pattern) not in self._made:
-            self._made[what, pattern] = getattr(self, f"_make_{what}")(pattern)
-        return self._made[what, pattern]
-
-    def _make_is_path(self, _pattern: Pattern) -> bool:
-        return bool((self.subtree_end == self.num_tokens).all())
-
-    def _make_recurrence(self, _pattern: Pattern) -> RecurrenceLayout:
         from rolltree.training.models.recurrence_layout import RecurrenceLayout
 
-        return RecurrenceLayout(self.subtree_end, self.device)
+        return self._once(
+            "recurrence", FULL, lambda: RecurrenceLayout(self.subtree_end, self.device)
+        )
 
-    def _make_is_full(self, pattern: Pattern) -> bool:
-        return pattern.limit(self.depth) is None
+    def _once(self, what: str, pattern: Pattern, make: Callable[[], T]) -> T:
+        # Made when the first layer asks for it; layers that look equally far back share it.
+        if (what, pattern) not in self._made:
+            self._made[what, pattern] = make()
+        made: T = self._made[what, pattern]
+        return made
 
-    def _make_flex_mask(self, pattern: Pattern) -> BlockMask:
-        from rolltree.training.models.tree_flex import flex_mask
-
-        return flex_mask(self.subtree_end, self.device, depth=self.depth, pattern=pattern)
-
-    def _make_blocks(self, pattern: Pattern) -> tuple[Block, ...]:
-        found = key_blocks(self.subtree_end, self.max_block, self.depth, pattern.limit(self.depth))
+    def _cut(self, pattern: Pattern) -> tuple[Block, ...]:
+        limit = pattern.limit(self.depth)
         return tuple(
             Block(
                 b.first, b.stop, b.start, b.reach, tuple((at, self._added(m)) for at, m in b.masks)
             )
-            for b in found
+            for b in key_blocks(self.subtree_end, self.max_block, self.depth, limit)
         )
 
     def _added(self, seen: NDArray[np.bool_]) -> Tensor:
@@ -126,12 +120,11 @@ class TreeLayout:
 def tree_layout(
     forest: Forest,
     device: torch.device | str = "cpu",
-    max_block: int = DEFAULT_BLOCK,
     *,
     flex: bool = False,
 ) -> TreeLayout:
     """Return the layout of a forest for layers on `device`."""
-    return TreeLayout(forest.subtree_end, forest.positions, device, max_block, flex)
+    return TreeLayout(forest.subtree_end, forest.positions, device, flex=flex)
 
 
 @dataclass(frozen=True, slots=True)

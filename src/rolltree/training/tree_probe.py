@@ -24,7 +24,7 @@ from rolltree.training.layout import Forest, collate
 from rolltree.training.rope_lengths import longest_exact
 from rolltree.training.tree_attention import tree_attention, tree_layout
 from rolltree.values.errors import TrainingError
-from rolltree.values.types import IntArray, Records, Sample
+from rolltree.values.types import IntArray, Sample
 
 Shape: TypeAlias = tuple[int, tuple["Shape", ...]]
 """A segment of a tree: how many tokens it has, and the segments that follow it."""
@@ -117,7 +117,11 @@ def probe_forest(vocabulary: int, shape: Shape, first: int = 11) -> Forest:
     # A prime stride repeats no token before the whole vocabulary was used.
     ids = (np.arange(count, dtype=np.int64) * 7919 + first) % vocabulary
     row, depth, end = (np.array(column, np.int32) for column in (ids, positions, ends))
-    return collate([Sample(row, depth, end, _one_record(count - 1), ())])
+    one, source = np.ones(1, np.float32), np.full(1, count - 1, np.int32)
+    record = blank_records(
+        1, source=source, logprob=one, temperature=one, advantage=one, weight=one
+    )
+    return collate([Sample(row, depth, end, record, ())])
 
 
 def paths_of(forest: Forest) -> list[IntArray]:
@@ -125,12 +129,6 @@ def paths_of(forest: Forest) -> list[IntArray]:
     places = np.arange(forest.num_tokens, dtype=np.int32)
     leaves = places[forest.subtree_end == places + 1]
     return [places[(places <= leaf) & (leaf < forest.subtree_end)] for leaf in leaves]
-
-
-def _one_record(source: int) -> Records:
-    ones = np.ones(1, np.float32)
-    at = np.full(1, source, np.int32)
-    return blank_records(1, source=at, logprob=ones, temperature=ones, advantage=ones, weight=ones)
 
 
 @torch.enable_grad()
@@ -155,8 +153,8 @@ def _compare(trial: Any, first: int) -> str | None:
         # The function is linear, so the gradients of disjoint parts of the rows add up to the
         # tree's.
         total = (hidden.float() * weights[at]).sum()
-        found = torch.autograd.grad(total, learned, allow_unused=True)
-        pairs = zip(found, learned, strict=True)
+        gradients = torch.autograd.grad(total, learned, allow_unused=True)
+        pairs = zip(gradients, learned, strict=True)
         return [torch.zeros_like(p) if g is None else g for g, p in pairs]
 
     with tree_attention(trial):

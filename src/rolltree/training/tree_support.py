@@ -7,16 +7,11 @@ wrong function. Such models are refused by name and can be trained row by row.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any
 
 from rolltree.training.models.recurrent_layers import RECURRENT_TYPES, unknown_recurrence
 from rolltree.training.tree_probe import why_rows_differ, why_tree_differs
 from rolltree.values.errors import TrainingError
-
-Check: TypeAlias = Callable[[Any], str | None]
-"""Takes a model's text configuration; returns why tree training is not exact for it, or None."""
-
 
 LAYER_TYPES = frozenset(
     {
@@ -30,23 +25,6 @@ LAYER_TYPES = frozenset(
 """Supported entries of `config.layer_types`. Others are refused by name."""
 
 
-def _layer_types(config: Any) -> str | None:
-    others = sorted({*(getattr(config, "layer_types", None) or [])} - LAYER_TYPES)
-    return f"it has layers of type {', '.join(others)}" if others else None
-
-
-def _shape(config: Any) -> str | None:
-    if getattr(config, "is_encoder_decoder", False):
-        return "it is an encoder-decoder"
-    if not getattr(config, "is_causal", True):
-        return "its attention is not causal"
-    return None
-
-
-CONFIG_CHECKS: tuple[Check, ...] = (_shape, _layer_types)
-"""Each returns why a configuration rules tree training out, or None."""
-
-
 def why_not_tree(model: Any) -> str | None:
     """Return why `model` cannot be trained on trees, or None if it can.
 
@@ -58,9 +36,12 @@ def why_not_tree(model: Any) -> str | None:
         return "it is not a Hugging Face causal language model"
     config = config.get_text_config(decoder=True)
     # Named reasons first: the probe can only say that something differs.
-    for check in CONFIG_CHECKS:
-        if reason := check(config):
-            return reason
+    if getattr(config, "is_encoder_decoder", False):
+        return "it is an encoder-decoder"
+    if not getattr(config, "is_causal", True):
+        return "its attention is not causal"
+    if others := sorted({*(getattr(config, "layer_types", None) or [])} - LAYER_TYPES):
+        return f"it has layers of type {', '.join(others)}"
     if reason := unknown_recurrence(model, config):
         return reason
     if not model._can_set_attn_implementation():

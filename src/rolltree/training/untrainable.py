@@ -54,18 +54,24 @@ _ADVICE = {
 }
 """Reason -> what is said about the first such call."""
 
-_Found: TypeAlias = tuple[str, BoolArray, Callable[[int], object]]
+_Fault: TypeAlias = tuple[str, BoolArray, Callable[[int], object]]
 """A reason, which records `[_R]` it concerns, and what to say about one of them."""
+
+
+ForeignRouting: TypeAlias = Callable[[Any], tuple[BoolArray, str]]
+"""Routed experts `[_T, ...]` -> which tokens' cannot be replayed, and why."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrainableLimits:
-    """What a model can train: ids below `vocab_size`, paths of up to `max_length` tokens."""
+    """What a model can train: ids below `vocab_size`, paths of up to `max_length` tokens.
+
+    `foreign_routing` is None if routed experts are left alone.
+    """
 
     vocab_size: int
     max_length: int
-    # Which tokens' routed experts cannot be replayed, and why; None if none are replayed.
-    foreign_routing: Callable[[Any], tuple[BoolArray, str]] | None = None
+    foreign_routing: ForeignRouting | None = None
 
 
 @dataclass(slots=True)
@@ -89,8 +95,8 @@ class MaskedCalls:
         for each in skipped:
             if each.problem:
                 self.num_calls[each.reason] += 1
-                said = f"call {each.call} of {each.problem}"
-                self.sentences.setdefault(each.reason, said)
+                sentence = f"call {each.call} of {each.problem}"
+                self.sentences.setdefault(each.reason, sentence)
 
     def check(self) -> None:
         """Raise unless every call was sampled from the model's own distribution.
@@ -112,12 +118,12 @@ def note_misspelled(
 ) -> list[Sample]:
     """Return samples of the states at `places` with the calls that `misspelled` has found."""
     index_of = {place: index for index, place in enumerate(places)}
-    found = tuple(
+    marks = tuple(
         (index_of[result, state], call, text)
         for (result, state, call), text in wrong.items()
         if (result, state) in index_of
     )
-    return [replace(sample, info={**sample.info, "misspelled": found}) for sample in samples]
+    return [replace(sample, info={**sample.info, "misspelled": marks}) for sample in samples]
 
 
 def mask_untrainable(
@@ -129,8 +135,8 @@ def mask_untrainable(
     only ids, lengths, masks and its own inputs count.
     """
     masked = MaskedCalls()
-    found = [_masked(sample, algorithm, limits, masked) for sample in samples]
-    return [sample for sample in found if sample is not None], masked
+    kept = [_masked(sample, algorithm, limits, masked) for sample in samples]
+    return [sample for sample in kept if sample is not None], masked
 
 
 def _masked(
@@ -149,10 +155,10 @@ def _masked(
         masked.num_calls[reason] += len(chosen)
         if reason not in masked.sentences:
             at = int(bad.argmax())
-            said = _ADVICE[reason].format(detail=detail_of(at), limit=limits.max_length)
+            advice = _ADVICE[reason].format(detail=detail_of(at), limit=limits.max_length)
             masked.sentences[reason] = (
                 f"call {int(records.call[at])} of rollout "
-                f"{_name(sample, int(records.rollout[at]))} {said}"
+                f"{_name(sample, int(records.rollout[at]))} {advice}"
             )
         left_out |= np.isin(calls, chosen)
     if not left_out.any():
@@ -165,12 +171,11 @@ def _masked(
     return prune_sample(replace(sample, records=take_records(records, keep)))
 
 
-def _unusable(sample: Sample, algorithm: Algorithm, limits: TrainableLimits) -> Iterator[_Found]:
+def _unusable(sample: Sample, algorithm: Algorithm, limits: TrainableLimits) -> Iterator[_Fault]:
     """Yield the records that cannot be trained, by reason."""
     records, supervised = sample.records, algorithm.supervised
-    noted = () if supervised else (CHANGED_SAMPLING, "misspelled")
-    for name in noted:
-        texts = {_key(r, c): text for r, c, text in sample.info.get(name, ())}
+    for name in () if supervised else (CHANGED_SAMPLING, "misspelled"):
+        texts = {(rollout << 32) | call: text for rollout, call, text in sample.info.get(name, ())}
         if texts:
             calls = _calls(records)
             yield name, np.isin(calls, list(texts)), partial(_noted, texts, calls)
@@ -193,8 +198,8 @@ def _unusable(sample: Sample, algorithm: Algorithm, limits: TrainableLimits) -> 
         values = getattr(records, name)
         yield name, ~np.isfinite(values), values.__getitem__
     for name in algorithm.loss_inputs:
-        found = records.extra.get(name)
-        missing = np.ones(len(records), np.bool_) if found is None else ~np.isfinite(found)
+        given = records.extra.get(name)
+        missing = np.ones(len(records), np.bool_) if given is None else ~np.isfinite(given)
         yield "input", missing, partial(_constant, repr(name))
 
 
@@ -217,12 +222,8 @@ def _noted(texts: Mapping[int, str], calls: LongArray, record: int) -> str:
     return texts[int(calls[record])]
 
 
-def _constant(said: str, record: int) -> str:
-    return said
-
-
-def _key(rollout: int, call: int) -> int:
-    return (rollout << 32) | call
+def _constant(text: str, record: int) -> str:
+    return text
 
 
 def _calls(records: Records) -> LongArray:
@@ -232,5 +233,5 @@ def _calls(records: Records) -> LongArray:
 
 def _name(sample: Sample, rollout: int) -> str:
     places = zip(sample.info.get("rollouts", ()), sample.origins, strict=False)
-    found = (origin.rollout_id for index, origin in places if index == rollout)
-    return next(found, rollout_names(sample))
+    names = (origin.rollout_id for index, origin in places if index == rollout)
+    return next(names, rollout_names(sample))

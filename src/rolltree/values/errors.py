@@ -229,8 +229,8 @@ _OF_REQUEST = {"httpx": ("UnsupportedProtocol", "LocalProtocolError")}
 def _loaded(table: Mapping[str, tuple[str, ...]]) -> tuple[type[BaseException], ...]:
     # Whoever raised one of a package's exceptions has imported the package.
     packages = [(sys.modules.get(package), names) for package, names in table.items()]
-    found = [getattr(package, name, None) for package, names in packages for name in names]
-    return tuple(kind for kind in found if isinstance(kind, type))
+    kinds = [getattr(package, name, None) for package, names in packages for name in names]
+    return tuple(kind for kind in kinds if isinstance(kind, type))
 
 
 def error_kind(error: BaseException) -> ErrorKind:
@@ -350,13 +350,13 @@ def message_of(error: BaseException) -> str:
         return f"({type(error).__name__} without a readable message)"
 
 
-def as_sentence(said: object) -> str:
+def as_sentence(message: object) -> str:
     """Return a message that another sentence can follow: with a full stop if it has no end mark.
 
     >>> as_sentence(KeyError("id"))
     "'id'."
     """
-    text = str(said).rstrip()
+    text = str(message).rstrip()
     return text if text.endswith((".", "!", "?")) else f"{text}."
 
 

@@ -48,9 +48,9 @@ class Bounds(NamedTuple):
         weight = max(0.0, 1.0 - beyond)
         return cls(0.0, 1.0, weight, beyond / weight if weight else math.inf)
 
-    def within(self, found: Estimate) -> Estimate:
+    def within(self, estimate: Estimate) -> Estimate:
         """Return an estimate of a mean with its interval cut at the bounds."""
-        return found.within(self.least - self.cut, self.most + self.cut)
+        return estimate.within(self.least - self.cut, self.most + self.cut)
 
 
 SHARE = Bounds(0.0, 1.0)
@@ -173,8 +173,8 @@ def _over_examples(
         return Estimate(center, None, None, "none", num, num_values)
     half = student_t(size - 1, confidence) * math.sqrt(squares / (size - 1) / size)
     method: Literal["bounded", "t"] = "bounded" if weight else "t"
-    found = Estimate(center, middle - half, middle + half, method, num, num_values)
-    return bounds.within(found)
+    result = Estimate(center, middle - half, middle + half, method, num, num_values)
+    return bounds.within(result)
 
 
 def student_t(degrees: float, confidence: float = CONFIDENCE) -> float:

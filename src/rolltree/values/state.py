@@ -13,6 +13,8 @@ _FORWARDED = frozenset(INPUT_FIELDS)
 _MISSING = object()
 OF_ENVIRONMENT = "environment"
 """The name, among the errors of a scored rollout, of one that the environment's own code raised."""
+OF_CLEANUP = "cleanup"
+"""The same of one that its `@cleanup` raised."""
 RAISED = ("scoring_errors", "environment_errors")
 """Keys of the errors that are scored: name -> type and message."""
 OWN_KEYS = frozenset(
@@ -278,10 +280,10 @@ _typed_keys()
 
 def tool_errors(state: Mapping[str, Any]) -> list[dict[str, str]]:
     """Return the errors of a rollout's tools: `tool`, `type`, `message`, `traceback`."""
-    found = state.get("tool_errors")
+    errors = state.get("tool_errors")
     names = ("tool", "type", "message", "traceback")
     return [
         {name: str(error.get(name) or "") for name in names}
-        for error in (found if isinstance(found, list) else ())
+        for error in (errors if isinstance(errors, list) else ())
         if isinstance(error, Mapping)
     ]

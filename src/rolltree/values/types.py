@@ -10,6 +10,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import InitVar, asdict, dataclass, field, fields, replace
 from enum import StrEnum
+from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict, cast
 
@@ -362,15 +363,11 @@ class ModelResponse:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A pickled record has its arrays, but not the tree.
-        return _response_of, (self._values(),)
+        return partial(ModelResponse, **self._values()), ()
 
     def _values(self) -> dict[str, Any]:
         names = (each.name for each in fields(self) if each.init)
         return {name: getattr(self, name) for name in names}
-
-
-def _response_of(values: dict[str, Any]) -> ModelResponse:
-    return ModelResponse(**values)
 
 
 ChatResponse: TypeAlias = ModelResponse

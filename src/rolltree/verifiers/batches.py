@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager
 from contextvars import ContextVar
 from copy import deepcopy
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import wraps
 from pathlib import Path
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias, TypeVar, cast
 
 from rolltree._helpers.tasks import run_sync
 from rolltree.environments.batch_runner import (
@@ -27,6 +27,7 @@ from rolltree.environments.dataset import Data
 from rolltree.inference.client import as_client
 from rolltree.rollouts import RolloutEngine, derive_seed
 from rolltree.rollouts.requests import current_episode
+from rolltree.values.state import OF_ENVIRONMENT
 from rolltree.values.types import (
     MessageType,
     RolloutInput,
@@ -36,7 +37,7 @@ from rolltree.values.types import (
     State,
 )
 from rolltree.verifiers.helpers import maybe_semaphore
-from rolltree.verifiers.model_calls import MissingClient, async_client, is_direct
+from rolltree.verifiers.model_calls import MissingClient, as_sent, async_client, is_direct
 from rolltree.verifiers.results import (
     GenerateMetadata,
     GenerateOutputs,
@@ -60,6 +61,7 @@ class Batch:
 
 
 RunGroup: TypeAlias = Callable[..., Awaitable[list[State]]]
+T = TypeVar("T")
 
 
 _BATCH: ContextVar[Batch | None] = ContextVar("rolltree_compat_batch", default=None)
@@ -78,7 +80,8 @@ def note_failure(error: Exception) -> None:
 
 
 def _has_raised(result: RolloutResult) -> bool:
-    return any(state.get("environment_errors") for state in result.states)
+    # A cleanup that raised ends nothing.
+    return any(OF_ENVIRONMENT in (s.get("environment_errors") or ()) for s in result.states)
 
 
 async def run_batch(
@@ -113,42 +116,39 @@ async def run_batch(
             replace(request, sampling_seed=derive_seed(anew, request.sampling_seed))
             for request in requests
         ]
-    first: dict[str, int] = {}
-    for request in requests:
-        first.setdefault(request.group_id, len(first))
     # Rows of one example may be apart (`get_eval_inputs` repeats the whole list), and a group
     # can only be scored when it is complete.
-    requests.sort(key=lambda request: first[request.group_id])
-    if score and run_group is not None:
-        own = client if is_own else as_client(client, model)
-        playing = await maybe_semaphore(max_concurrent)
+    groups = _by_group(requests, lambda request: request.group_id)
+    with _progress(len(groups), len(requests), show_progress) as advance:
 
-        def play(group: list[RolloutInput]) -> Awaitable[list[State]]:
-            return run_group(group, own, model, deepcopy(args), playing, batch.scoring)
+        def on_scored(states: list[State]) -> None:
+            on_group(states)
+            advance()
 
-        with _progress(len(first), len(requests), show_progress) as advance:
+        if score and run_group is not None:
+            own = client if is_own else as_client(client, model)
+            playing = await maybe_semaphore(max_concurrent)
 
-            def on_played(states: list[State]) -> None:
-                on_group(states)
-                advance()
+            def play(group: list[RolloutRequest]) -> Awaitable[list[State]]:
+                given = [request.input for request in group]
+                return run_group(given, own, model, deepcopy(args), playing, batch.scoring)
 
-            return await _run_groups(play, requests, on_played)
-    limit = max_concurrent if max_concurrent and max_concurrent > 0 else len(requests)
-    asked = as_client(MissingClient() if client is None else client, model)
-    source = env if score else UnscoredSource(env)
-    engine = RolloutEngine(source, asked, model=model, max_concurrent=max(limit, 1))
-    found: dict[str, RolloutResult] = {}
-    token = _BATCH.set(batch)
-    try:
-        with _progress(len(first), len(requests), show_progress) as advance:
+            return await _run_groups([play(group) for group in groups], on_scored)
+        limit = max_concurrent if max_concurrent and max_concurrent > 0 else len(requests)
+        asked = as_client(MissingClient() if client is None else client, model)
+        source = env if score else UnscoredSource(env)
+        engine = RolloutEngine(source, asked, model=model, max_concurrent=max(limit, 1))
+        requests = [request for group in groups for request in group]
+        by_id: dict[str, RolloutResult] = {}
+        token = _BATCH.set(batch)
+        try:
             async for results in engine.run_ready(requests):
-                found.update({result.request.request_id: result for result in results})
-                for group in _by_group(results):
-                    on_group([state for result in group for state in states_of(result)])
-                    advance()
-    finally:
-        _BATCH.reset(token)
-    ordered = [found[request.request_id] for request in requests]
+                by_id.update({result.request.request_id: result for result in results})
+                for done in _by_group(results, lambda result: result.request.group_id):
+                    on_scored([state for result in done for state in states_of(result)])
+        finally:
+            _BATCH.reset(token)
+    ordered = [by_id[request.request_id] for request in requests]
     # verifiers sorts by `example_id` at the end, and the sort is stable.
     ordered.sort(key=lambda result: result.request.input["example_id"])
     # A failed rollout is data here; in verifiers, one failure loses the whole call. If all failed,
@@ -159,19 +159,14 @@ async def run_batch(
 
 
 async def _run_groups(
-    play: Callable[[list[RolloutInput]], Awaitable[list[State]]],
-    requests: Sequence[RolloutRequest],
-    on_group: Callable[[list[State]], None],
+    groups: Sequence[Awaitable[list[State]]], on_group: Callable[[list[State]], None]
 ) -> list[State]:
     """Play whole groups; return their states, which need not be one for each input.
 
     Raises:
         Exception: the first failure, as in verifiers: it belongs to no rollout.
     """
-    groups: dict[str, list[RolloutInput]] = {}
-    for request in requests:
-        groups.setdefault(request.group_id, []).append(request.input)
-    tasks = [asyncio.ensure_future(play(group)) for group in groups.values()]
+    tasks = [asyncio.ensure_future(group) for group in groups]
     states: list[State] = []
     try:
         for done in asyncio.as_completed(tasks):
@@ -184,10 +179,11 @@ async def _run_groups(
     return sorted(states, key=lambda state: state.get("example_id", 0))
 
 
-def _by_group(results: Sequence[RolloutResult]) -> list[list[RolloutResult]]:
-    groups: dict[str, list[RolloutResult]] = {}
-    for result in results:
-        groups.setdefault(result.request.group_id, []).append(result)
+def _by_group(items: Iterable[T], group_of: Callable[[T], str]) -> list[list[T]]:
+    """Return the items of each group, the groups in the order of their first items."""
+    groups: dict[str, list[T]] = {}
+    for item in items:
+        groups.setdefault(group_of(item), []).append(item)
     return list(groups.values())
 
 
@@ -217,25 +213,6 @@ def args_of_rollout(env_args: SamplingArgs, given: SamplingArgs | None) -> Sampl
     if batch is not None and current_episode() is not None:
         return deepcopy(batch.sampling_args)
     return {**deepcopy(env_args), **(given or {})}
-
-
-def as_sent(args: SamplingArgs, message_type: MessageType) -> SamplingArgs:
-    """Return sampling arguments as they are sent: in chat requests, `max_tokens` is renamed."""
-    if message_type != "chat" or args.get("max_tokens") is None:
-        # Text completions keep the name; None means that the server decides, and is not sent.
-        return {key: value for key, value in args.items() if key != "max_tokens" or value}
-    rest = {key: value for key, value in args.items() if key != "max_tokens"}
-    return {**rest, "max_completion_tokens": args["max_tokens"]}
-
-
-def blocking(method: Callable[..., Coroutine[Any, Any, Any]]) -> Callable[..., Any]:
-    """Wrap a method for callers without an event loop (or with a running one)."""
-
-    @wraps(method)
-    def run(*args: Any, **settings: Any) -> Any:
-        return run_sync(method(*args, **settings))
-
-    return run
 
 
 class Batches(BatchRunner):
@@ -406,6 +383,10 @@ class Batches(BatchRunner):
             **kwargs,
         )
 
-    # As in verifiers, an overridden `evaluate` is not called.
-    evaluate_sync = blocking(evaluate)
+    @wraps(evaluate)
+    def evaluate_sync(self, *args: Any, **settings: Any) -> Any:
+        """`evaluate` for callers without an event loop (or with a running one)."""
+        # As in verifiers, an overridden `evaluate` is not called.
+        return run_sync(Batches.evaluate(self, *args, **settings))
+
     make_dataset = staticmethod(make_dataset)

@@ -47,7 +47,6 @@ from rolltree.verifiers.batches import (
     Batches,
     RunGroup,
     args_of_rollout,
-    as_sent,
     current_batch,
     note_failure,
 )
@@ -59,7 +58,7 @@ from rolltree.verifiers.helpers import (
     cut_tokens,
     maybe_await,
 )
-from rolltree.verifiers.model_calls import ask, is_direct, is_sendable
+from rolltree.verifiers.model_calls import as_sent, ask, is_direct, is_sendable
 from rolltree.verifiers.own_names import OwnNames, set_for_author
 from rolltree.verifiers.parsers import Parser
 from rolltree.verifiers.rubrics import Rubric
@@ -119,7 +118,9 @@ class Environment(OwnNames, Batches, rooms.Environment):
     logger = logging.getLogger("rolltree.environments")
     row_format = RowFormat()
     state_type = CompatState
-    _closed = _asks_own_conditions = False
+    _closed = False
+    # verifiers evaluates every condition before every call, and some count their calls.
+    _asks_own_conditions = False
     _stop_marks: dict[str, Mark] = {}
 
     def __init__(
@@ -178,7 +179,6 @@ class Environment(OwnNames, Batches, rooms.Environment):
                 "to run. Either dataset or eval_dataset must be provided."
             )
         self.rollouts_per_example = None
-        self._closed = False
         self.__post_init__()
 
     def __post_init__(self) -> None:
@@ -190,8 +190,6 @@ class Environment(OwnNames, Batches, rooms.Environment):
             condition.__name__: _inherited_mark(type(self), condition.__name__)
             for condition in self._stop_conditions
         }
-        # verifiers evaluates every condition before every call, and some count their calls.
-        self._asks_own_conditions = False
         if self._teardown_handlers:
             register(self)
 

@@ -140,14 +140,21 @@ async def ask(
         return get_overlong_prompt_dummy_response(message_type)
 
 
+def as_sent(args: SamplingArgs, message_type: MessageType) -> SamplingArgs:
+    """Return sampling arguments with the name that `max_tokens` has in a request."""
+    sent = {key: value for key, value in args.items() if key != "max_tokens"}
+    # `max_tokens: None` from the command line means the server's default.
+    if args.get("max_tokens") is not None:
+        # OpenAI's newer models refuse `max_tokens` in chats.
+        name = "max_completion_tokens" if message_type == "chat" else "max_tokens"
+        sent[name] = args["max_tokens"]
+    return sent
+
+
 def request_fields(args: SamplingArgs, message_type: MessageType) -> SamplingArgs:
-    """Return sampling arguments as the fields of a request."""
-    # verifiers drops None, so `max_tokens: None` from the command line means the server's default.
-    fields = {key: value for key, value in args.items() if value is not None}
-    # OpenAI's newer models refuse `max_tokens` in chats.
-    if message_type == "chat" and "max_tokens" in fields:
-        fields["max_completion_tokens"] = fields.pop("max_tokens")
-    return fields
+    """Return sampling arguments as the fields of a request, in which verifiers has no None."""
+    sent = as_sent(args, message_type)
+    return {key: value for key, value in sent.items() if value is not None}
 
 
 async def _ask_directly(

@@ -318,13 +318,13 @@ async def run_evaluation(config: Any) -> GenerateOutputs:
 
 def print_results(results: Any, num_samples: int = 1) -> None:
     """Print what was run, the first rollouts, and every reward and metric with its mean."""
-    found = results["metadata"]
+    metadata = results["metadata"]
     print("--- Evaluation ---")
-    print(f"Environment: {found['env_id']}")
-    print(f"Model: {found['model']}")
-    print(f"Provider: {found['base_url']}")
-    print(f"Examples: {found['num_examples']}")
-    print(f"Rollouts per example: {found['rollouts_per_example']}")
+    print(f"Environment: {metadata['env_id']}")
+    print(f"Model: {metadata['model']}")
+    print(f"Provider: {metadata['base_url']}")
+    print(f"Examples: {metadata['num_examples']}")
+    print(f"Rollouts per example: {metadata['rollouts_per_example']}")
     print("--- Example ---")
     print_prompt_completions_sample(
         [messages_to_printable(prompt) for prompt in results["prompt"]],
@@ -336,7 +336,7 @@ def print_results(results: Any, num_samples: int = 1) -> None:
     print("--- All ---")
     print("Rewards:")
     for name, values in {"reward": results["reward"], **results["metrics"]}.items():
-        _print_values(name, values, found["rollouts_per_example"])
+        _print_values(name, values, metadata["rollouts_per_example"])
 
 
 def _print_values(name: str, values: Sequence[float | None], num_trials: int) -> None:

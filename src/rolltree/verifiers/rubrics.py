@@ -11,7 +11,7 @@ from contextlib import AbstractAsyncContextManager
 from importlib import import_module
 from typing import Any, TypeVar
 
-from rolltree._helpers.tasks import contained
+from rolltree._helpers.tasks import contained, run_each
 from rolltree._helpers.threads import run_in_pool
 from rolltree.environments import rubrics as rooms
 from rolltree.environments.parsers import extract_boxed_answer
@@ -23,6 +23,7 @@ from rolltree.environments.rubrics.functions import (
 )
 from rolltree.environments.rubrics.math_rubric import boxed_answers_are_equal
 from rolltree.environments.rubrics.rubric import Scores, write_advantages, write_scores
+from rolltree.rollouts.settle import KeptParts
 from rolltree.values.errors import ConfigError
 from rolltree.values.types import Messages, SamplingArgs, State
 from rolltree.verifiers.helpers import maybe_await
@@ -174,7 +175,7 @@ class Rubric(rooms.Rubric):
                 # `float` inside the try: a function that returns None or a text scores 0.0, as in
                 # verifiers.
                 with contained():
-                    return float(await _called(func, known))
+                    return float(await _alone(func, known))
             except Exception as error:  # noqa: BLE001  as it was
                 self._note(func, error, [state])
                 return 0.0
@@ -194,7 +195,7 @@ class Rubric(rooms.Rubric):
         async with score_sem:
             try:
                 with contained():
-                    scores: list[float] = await _called(func, known)
+                    scores: list[float] = await _alone(func, known)
             except Exception as error:  # noqa: BLE001  as it was
                 self._note(func, error, states)
                 return [0.0] * len(states)
@@ -238,11 +239,12 @@ class Rubric(rooms.Rubric):
         # AssertionErrors, as in verifiers.
         assert self.funcs, "score_rollout needs at least one function of a rollout"
         assert not any(is_group), "score_rollout cannot ask functions of a group"
-        started = time.perf_counter()
+        started, before = time.perf_counter(), KeptParts(state)
         scores = Scores(scored=True)
         for func, weight in zip(self.funcs, self.weights):  # noqa: B905  as they may differ
             score = await self._call_individual_reward_func(func, state, score_sem)
             _add(scores, func, weight, score)
+            before.settle()
         # verifiers scores states made by hand, even without steps.
         state.setdefault("trajectory", [])
         _write(state, scores, started)
@@ -252,7 +254,7 @@ class Rubric(rooms.Rubric):
         if not states:
             self.logger.warning("No states to score")
             return
-        started = time.perf_counter()
+        started, before = time.perf_counter(), [KeptParts(state) for state in states]
         found = [Scores(scored=True) for _ in states]
         for func, weight in zip(self.funcs, self.weights):  # noqa: B905  as they may differ
             if self._is_group_func(func):
@@ -266,10 +268,20 @@ class Rubric(rooms.Rubric):
                 )
             for index, scores in enumerate(found):
                 _add(scores, func, weight, values[index])
+                # After each function: the next one may read what this one ruined.
+                before[index].settle()
         for state, scores in zip(states, found, strict=True):
             _write(state, scores, started)
         # As in verifiers, values of a step are filled only if they are None.
         write_advantages(states)
+
+
+async def _alone(func: RewardFunc, known: dict[str, Any]) -> Any:
+    """Call a function in a task of its own, which it may cancel at its own cost."""
+    (outcome,) = await run_each([_called(func, known)])
+    if isinstance(outcome, BaseException):
+        raise outcome
+    return outcome
 
 
 async def _called(func: RewardFunc, known: dict[str, Any]) -> Any:

@@ -379,8 +379,7 @@ class PythonEnv(SandboxEnv):
                 sandbox_id
             ).python_session()
             await session.run(SOURCE)
-        encoded = base64.b64encode(code.encode()).decode()
-        result = await session.run(f"print(_answer({encoded!r}))")
+        result = await session.run(f"print(_answer({_encoded(code)!r}))")
         # The interpreter survived: its answer is the last line of what it printed.
         if result.ended == "exit" and result.exit_code in (0, None):
             return str(result.stdout)

@@ -101,6 +101,7 @@ def _schema_of(func: Callable[..., Any], texts: Mapping[str, str]) -> dict[str, 
     try:
         from pydantic import Field, create_model
         from pydantic.errors import PydanticUserError
+        from pydantic.fields import FieldInfo
     except ImportError as error:
         raise ConfigError(
             "verifiers' tools are described by pydantic, which is missing. Install it with "
@@ -126,7 +127,7 @@ def _schema_of(func: Callable[..., Any], texts: Mapping[str, str]) -> dict[str, 
             text = (text if text is not None else said) or None
         if parameter.kind is parameter.VAR_POSITIONAL:
             fields[name] = (_several(kind), Field(default_factory=list, description=text))
-        elif _is_field(parameter.default):
+        elif isinstance(parameter.default, FieldInfo):
             fields[name] = (kind, _described(parameter.default, text or None))
         elif parameter.default is parameter.empty:
             fields[name] = (_described(kind, text), ...)
@@ -172,12 +173,6 @@ def _several(kind: Any) -> Any:
     if get_origin(plain) is tuple and len(parts) == 2 and parts[1] is Ellipsis:
         return list[parts[0]]  # type: ignore[valid-type]
     return list[kind]
-
-
-def _is_field(value: Any) -> bool:
-    from pydantic.fields import FieldInfo
-
-    return isinstance(value, FieldInfo)
 
 
 def _described(kind: Any, text: str | None) -> Any:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any, Literal, TypeAlias, TypedDict, cast
 
+from rolltree.environments.batch_runner import AT_THE_BEGINNING
 from rolltree.rollouts import current_episode
 from rolltree.tokens import Trajectory
 from rolltree.values import types as rooms
@@ -117,8 +118,9 @@ def as_engine_state(state: Any) -> State:
         state = CompatState(state)
     # The engine shares prefixes through a `Trajectory`; an author's plain list is converted.
     state["trajectory"] = Trajectory.of(state.get("trajectory"))
-    for key, value in _MISSING.items():
-        state.setdefault(key, value)
+    for key, value in AT_THE_BEGINNING.items():
+        if key not in AT_THE_END:
+            state.setdefault(key, value)
     if state.get("timing") is None:
         state["timing"] = RolloutTiming(
             generation_ms=0.0, scoring_ms=0.0, total_ms=0.0, start_time=time.time()
@@ -128,9 +130,3 @@ def as_engine_state(state: Any) -> State:
     if episode is not None and not any(known is state for known in episode.states):
         episode.states.append(state)
     return cast(State, state)
-
-
-_MISSING: dict[str, Any] = {
-    **dict.fromkeys(("reward", "metrics", "error", "truncation_reason")),
-    **dict.fromkeys(("is_completed", "terminated", "truncated"), False),
-}

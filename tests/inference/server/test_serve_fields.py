@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import json
 from concurrent.futures import Future
@@ -14,23 +13,22 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from serve_kit import ADD
 
-from rolltree.gateway.serve.app import ServerOptions
-from rolltree.gateway.serve.model_server import ServedModel, choice_seeds
-from rolltree.gateway.serve.requests import (
+from rolltree.gateway.calls import AgentAnswer, AgentCall, AnswerHead, CallOrigin, answer_seeds
+from rolltree.gateway.failures import failure_of_request
+from rolltree.gateway.fields import includes_usage, read_fields
+from rolltree.gateway.messages import checked_messages
+from rolltree.gateway.openai_chat import (
     CHAT_FIELDS,
     TEXT_FIELDS,
-    check_fields,
-    error_body,
-    includes_usage,
-    messages_of,
-    parse_request,
-)
-from rolltree.gateway.serve.responses import (
-    Responses,
-    ResponseStream,
-    token_usage,
+    CompletionWriter,
+    completion_usage,
+    ids_in,
+    read_chat,
+    read_text,
     version_spans,
 )
+from rolltree.gateway.serve.app import ServerOptions
+from rolltree.gateway.serve.model_server import ServedModel
 from rolltree.inference.chat import ChatRenderer
 from rolltree.inference.deltas import MessageDeltas, SettledText, TextDeltas
 from rolltree.inference.engine import EngineOutput
@@ -38,7 +36,7 @@ from rolltree.inference.parse import extract_versions
 from rolltree.inference.request_fields import token_in_fields
 from rolltree.testing.tokenizer import ByteTokenizer
 from rolltree.values.errors import ConfigError, PromptTooLong, TokenError
-from rolltree.values.types import FinishReason, SamplingParams
+from rolltree.values.types import FinishReason, ModelResponse, SamplingParams
 from rolltree.web import limits as server_http
 from rolltree.web.guard import RequestError, is_loopback
 from rolltree.web.limits import object_in
@@ -47,7 +45,7 @@ RENDERER = ChatRenderer(ByteTokenizer())
 
 
 class _NoEngine:
-    max_context, version = 100, 0
+    max_context, version, extra_settings = 100, 0, ("min_p",)
 
 
 def served_with(**options: Any) -> ServedModel:
@@ -110,10 +108,14 @@ async def test_each_tool_call_of_a_stream_has_its_own_chunk() -> None:
     renderer = ChatRenderer(ByteTokenizer(), tool_parser="hermes")
     served = ServedModel(_Caller(), renderer, "m")  # type: ignore[arg-type]
     body = {"messages": [{"role": "user", "content": "?"}], "tools": [ADD], "stream": True}
-    asked = check_fields({**body, "return_token_ids": True}, CHAT_FIELDS, "m")
-    request = parse_request(asked, chat=True, body=body)
-    stream = ResponseStream(Responses(served, request), [np.array([1, 2, 3], np.int32)])
-    parts = [part async for part in stream.events()][:-1]
+    call = read_chat({**body, "return_token_ids": True}, served)
+    writer, parts = CompletionWriter(call), list[bytes]()
+    async for part in served.stream(call, CallOrigin()):
+        if isinstance(part, AnswerHead):
+            parts += writer.begin(part)
+        else:
+            parts += writer.end(part) if isinstance(part, AgentAnswer) else writer.delta(part)
+    assert parts.pop() == b"data: [DONE]\n\n"
     choices = [json.loads(part.removeprefix(b"data: "))["choices"][0] for part in parts]
     calls = [[call["index"] for call in each["delta"].get("tool_calls", [])] for each in choices]
     assert calls == [[0], [1]]
@@ -181,19 +183,27 @@ def test_versions_without_numbers_or_spans() -> None:
 
 
 def test_fields_become_a_request() -> None:
-    body = {"model": "m", "messages": [], "max_tokens": None, "logprobs": True, "user": "x"}
-    got = parse_request(check_fields(body, CHAT_FIELDS, "m"), chat=True, body=body)
-    assert (got.sampling.max_tokens, got.logprobs, got.n, got.stream) == (None, True, 1, False)
+    served, chat = served_with(), [{"role": "user", "content": "a"}]
+    body = {"model": "m", "messages": chat, "max_tokens": None, "logprobs": True, "user": "x"}
+    got = read_chat(body, served)
+    assert (got.sampling.max_tokens, got.options, got.n, got.stream) == (
+        *(None, {"logprobs": True}),
+        *(1, False),
+    )
     for body, tokens in (({}, 16), ({"max_tokens": None}, None), ({"max_tokens": 3}, 3)):
-        got = parse_request(check_fields(body, TEXT_FIELDS, "m"), chat=False, body=body)
-        assert got.sampling.max_tokens == tokens
-    got = parse_request(check_fields({"logprobs": 0}, TEXT_FIELDS, "m"), chat=False, body={})
-    assert got.logprobs  # zero further tokens, but that of the sampled one
+        assert read_text({"prompt": "a", **body}, served).sampling.max_tokens == tokens
+    # Zero further tokens, but that of the sampled one.
+    assert read_text({"prompt": "a", "logprobs": 0}, served).options == {"logprobs": True}
     with pytest.raises(RequestError) as caught:
-        check_fields({"promt": 1}, TEXT_FIELDS, "m")
+        read_text({"promt": 1}, served)
     assert caught.value.param == "promt"
-    assert error_body(caught.value)[0] == 400
-    assert error_body(RuntimeError("x"))[0] == 500
+    assert failure_of_request(caught.value).status == 400
+    assert failure_of_request(RuntimeError("x")).status == 500
+
+
+async def refuse(body: dict[str, Any]) -> None:
+    served = served_with()
+    await served.answers(read_text({"prompt": "a", **body}, served), CallOrigin())
 
 
 @pytest.mark.parametrize(
@@ -203,13 +213,16 @@ def test_fields_become_a_request() -> None:
         *({"use_beam_search": 0}, {"parallel_tool_calls": 1}, {"top_logprobs": False}),
     ],
 )
-def test_true_is_not_one_and_zero_is_not_false(body: dict[str, Any]) -> None:
-    with pytest.raises(RequestError, match="does not support"):
-        check_fields(body, TEXT_FIELDS, "m")
+async def test_true_is_not_one_and_zero_is_not_false(body: dict[str, Any]) -> None:
+    (name,) = body
+    with pytest.raises(RequestError, match=r"does not support|cannot be obeyed") as caught:
+        await refuse(body)
+    assert caught.value.param == name
 
 
 def test_a_number_may_be_written_with_a_point() -> None:
-    assert check_fields({"length_penalty": 1.0}, TEXT_FIELDS, "m") == {"length_penalty": 1.0}
+    given, sampling = read_fields({"length_penalty": 1.0}, TEXT_FIELDS)
+    assert (given, sampling) == ({}, SamplingParams())
 
 
 def test_null_in_stream_options_is_not_given_and_a_text_is_no_flag() -> None:
@@ -255,31 +268,36 @@ def test_half_of_a_surrogate_pair_becomes_a_replacement_character() -> None:
 def test_every_field_that_clients_send_is_known() -> None:
     """What `OpenAIClient` asks of vLLM, and the token-in endpoint's parameters."""
     sent = {"return_token_ids": True, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
-    check_fields(sent | {"logprobs": 1, "stop_token_ids": [1]}, TEXT_FIELDS, "m")
-    check_fields(sent | {"logprobs": True}, CHAT_FIELDS, "m")
+    for more, table in (({"logprobs": 1, "stop_token_ids": [1]}, TEXT_FIELDS), ({}, CHAT_FIELDS)):
+        assert not read_fields(sent | more, table)[1].extra
     params = token_in_fields(SamplingParams(max_tokens=4, seed=3, top_k=2))
     assert params["top_k"] == 2
     assert (params["seed"], params["max_tokens"], params["logprobs"]) == (3, 4, 0)
 
 
 def test_cached_tokens_of_a_prompt_count_once_for_all_its_choices() -> None:
-    ids, values = np.zeros(1, np.int32), np.zeros(1, np.float32)
+    response = ModelResponse({"role": "assistant", "content": ""}, "", FinishReason.STOP)
     # The engine computes a prompt once, so that later choices find it in the cache.
-    outputs = [
-        EngineOutput(ids, values, ids, FinishReason.STOP, None, size, cached, 0.0)
+    answers = [
+        AgentAnswer(
+            *(AnswerHead("", "m", 0), response.message, response.finish_reason, response),
+            num_prompt_tokens=size,
+            num_cached_tokens=cached,
+            num_completion_tokens=1,
+        )
         for size, cached in [(30, 0), (30, 29), (30, 29), (8, 5), (8, 7), (8, 7)]
     ]
-    usage = token_usage([np.zeros(30, np.int32), np.zeros(8, np.int32)], outputs)
+    usage = completion_usage(AgentCall("a", n=3, more_prompts=("b",)), answers)
     assert usage["prompt_tokens_details"] == {"cached_tokens": 5}
     assert (usage["prompt_tokens"], usage["completion_tokens"]) == (38, 6)
 
 
 def test_seeds_of_choices() -> None:
-    seeds = choice_seeds(5, 4)
+    seeds = answer_seeds(5, 4)
     assert seeds[0] == 5
     assert len(set(seeds)) == 4
-    assert choice_seeds(5, 2) == seeds[:2]
-    assert choice_seeds(-1, 2)[0] == -1
+    assert answer_seeds(5, 2) == seeds[:2]
+    assert answer_seeds(-1, 2)[0] == -1
 
 
 def test_who_may_be_served() -> None:
@@ -301,23 +319,32 @@ def test_an_empty_token_is_refused(host: str, name: str) -> None:
 
 def test_tools_that_the_template_ignores_are_refused_as_in_process() -> None:
     blind = "{% for message in messages %}{{ message.content }}{% endfor %}"
-    messages = messages_of([{"role": "user", "content": "2 + 3?"}])
+    messages = checked_messages([{"role": "user", "content": "2 + 3?"}])
     assert served_with().chat_prompt(messages, [ADD]) is not None
     assert served_with(template=blind).chat_prompt(messages, None) is not None
     with pytest.raises(ConfigError, match="template of 'm' ignores tools"):
         served_with(template=blind).chat_prompt(messages, [ADD])
 
 
+async def test_without_tools_a_template_sees_none() -> None:
+    template = "{% if tools is none %}none{% endif %}{{ messages[0].content }}"
+    served = served_with(template=template)
+    for more in ({}, {"tools": []}, {"tools": [ADD], "tool_choice": "none"}):
+        call = read_chat({"messages": [{"role": "user", "content": "a"}], **more}, served)
+        assert await served.count_tokens(call) == len("nonea")
+
+
 def test_prompts() -> None:
     served = served_with()
     assert served.text_prompt("ab").tolist() == [97, 98]
-    assert served.text_prompt([5, 6]).tolist() == [5, 6]
+    assert ids_in([5, 6], served, "prompt").tolist() == [5, 6]
     for wrong in (None, 5, [1.5], [-1], [True], [2**31], ["a", 1]):
-        with pytest.raises(TokenError):
-            served.text_prompt(wrong)
+        with pytest.raises(RequestError, match="neither a string nor a list"):
+            read_text({"prompt": wrong}, served)
+    several = read_text({"prompt": ["ab", [5]], "n": 2}, served)
+    assert [each.prompt for each in several.singles()[:3]] == ["ab", "ab", several.more_prompts[0]]
     with pytest.raises(PromptTooLong, match="100 tokens"):
         served.text_prompt("a" * (100 * 256 + 1))
     for wrong in (None, ["hi"], [{}], [{"role": 5}], [{"role": "user", "content": [1]}]):
         with pytest.raises(RequestError, match="messages is not a list of chat messages"):
-            messages_of(wrong)
-    assert asyncio.run(served.sample([], SamplingParams())) == []
+            checked_messages(wrong)

@@ -53,17 +53,7 @@ class BudgetedClient(DelegatingClient):
     def __init__(self, inner: ModelClient, budget: Budget) -> None:
         super().__init__(inner)
         self._budget = budget
-        self._spent = _Spent()
-
-    @property
-    def num_calls(self) -> int:
-        """Number of calls made."""
-        return self._spent.calls
-
-    @property
-    def num_tokens(self) -> int:
-        """Number of tokens sampled."""
-        return self._spent.tokens
+        self.spent = Spent()
 
     async def call(self, call: ModelCall) -> ModelResponse:
         """Count the call and pass it on.
@@ -71,7 +61,7 @@ class BudgetedClient(DelegatingClient):
         Raises:
             BudgetSpent: nothing of the budget is left.
         """
-        spent, limit, size = self._spent, self._budget.max_tokens, 0
+        spent, limit, size = self.spent, self._budget.max_tokens, 0
         if limit is not None:
             size = await self._share(limit, call.sampling.max_tokens)
             call = replace(call, sampling=replace(call.sampling, max_tokens=size))
@@ -91,7 +81,7 @@ class BudgetedClient(DelegatingClient):
 
     async def _share(self, limit: int, asked: int | None) -> int:
         """Return how many tokens a call may sample, once those in flight cannot need them."""
-        spent = self._spent
+        spent = self.spent
         while True:
             left = limit - spent.tokens
             size = min(left, asked or left)
@@ -100,7 +90,7 @@ class BudgetedClient(DelegatingClient):
             await spent.freed.wait()
 
     def _check_left(self) -> None:
-        budget, spent = self._budget, self._spent
+        budget, spent = self._budget, self.spent
         for name, limit, used in (
             ("model calls", budget.max_calls, spent.calls),
             ("sampled tokens", budget.max_tokens, spent.tokens),
@@ -113,7 +103,9 @@ class BudgetedClient(DelegatingClient):
 
 
 @dataclass(slots=True)
-class _Spent:
+class Spent:
+    """What a `BudgetedClient` and its sessions have used: calls, and sampled tokens."""
+
     calls: int = 0
     tokens: int = 0
     # The most that calls in flight may sample.

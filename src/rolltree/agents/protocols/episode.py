@@ -6,6 +6,7 @@ fails loses nothing.
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import logging
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -13,7 +14,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rolltree._helpers.tasks import contained, run_shielded
+from rolltree._helpers.tasks import being_cancelled, contained, run_shielded
 from rolltree.agents import Agent
 from rolltree.agents.worlds import drive
 from rolltree.inference.deadline import Clock
@@ -72,10 +73,6 @@ class RolloutBuilder:
         self._num_taken += len(new)
         self.steps.extend(new)
         return list(range(first, len(self.steps)))
-
-    def add_environment_step(self, step: EnvironmentStep) -> None:
-        """Append a step of the world."""
-        self.steps.append(step)
 
     def add_reward(self, reward: float) -> None:
         """Give a reward that came after this agent's last turn to its last step of the world.
@@ -240,8 +237,10 @@ async def open_world(make: Callable[[], Any] | None) -> AsyncIterator[Any]:
             # A world may hold a process or a file; it is closed even if the episode is cancelled.
             try:
                 await run_shielded(_close(world))
-            except Exception:
-                # What was played stays as it is.
+            except (Exception, asyncio.CancelledError) as error:
+                # What was played stays as it is, also if the world cancelled its own closing.
+                if isinstance(error, asyncio.CancelledError) and being_cancelled():
+                    raise
                 _LOGGER.warning("a world's close() raised", exc_info=True)
 
 

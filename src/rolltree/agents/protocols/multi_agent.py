@@ -92,7 +92,7 @@ class MultiAgentSyncProtocol(InteractionProtocol):
                 if name in scripted:
                     seen[name] = outcome.obs
                 elif name in turns and not players[name].over:
-                    seen[name] = self._tell(
+                    seen[name] = self._deliver(
                         players[name], turns.pop(name), actions.get(name), seen[name], outcome
                     )
                 else:
@@ -124,7 +124,7 @@ class MultiAgentSyncProtocol(InteractionProtocol):
         return {n: step for n, step in zip(players, steps, strict=True) if step is not None}
 
     @staticmethod
-    def _tell(
+    def _deliver(
         player: Player, step: AgentStep, action: Any, before: str, outcome: StepOutcome
     ) -> str:
         """Record the round's outcome for one agent, show it, and return the agent's view."""
@@ -183,7 +183,7 @@ class TurnProtocol(InteractionProtocol):
                         reason = TruncationReason.ENV
                         break
                     continue
-                self._tell_others(players, name, outcomes)
+                self._update_others(players, name, outcomes)
         except EpisodeCut as cut:
             reason = cut.reason
         for player in players.values():
@@ -213,7 +213,7 @@ class TurnProtocol(InteractionProtocol):
         return outcomes
 
     @staticmethod
-    def _tell_others(
+    def _update_others(
         players: Mapping[str, Player], actor: str, outcomes: Mapping[str, StepOutcome]
     ) -> None:
         """Give the other agents their rewards for the step, and end those that it ended."""
@@ -235,15 +235,21 @@ def _seated(
     context: EpisodeContext,
     recording: Recording,
 ) -> tuple[dict[str, Player], dict[str, Callable[[str], Any]]]:
-    """Return the players of the agents, and the functions of the opponents."""
-    models = {name: a for name, a in agents.items() if not isinstance(a, Opponent)}
+    """Return the players of the agents, whose episodes have begun, and the opponents' functions."""
+    players = {
+        name: protocol.seat(agent, context, recording, name)
+        for name, agent in agents.items()
+        if not isinstance(agent, Opponent)
+    }
+    for player in players.values():
+        player.begin(context.messages)
     scripted = {
         # Seeded from the world's seed: members of a group must meet the same opponent.
         name: agent.make(derive_seed(context.seed or 0, "opponent", name))
         for name, agent in agents.items()
         if isinstance(agent, Opponent)
     }
-    return protocol.seat_all(models, context, recording), scripted
+    return players, scripted
 
 
 def _action(step: AgentStep) -> Any:

@@ -176,15 +176,11 @@ class Player:
         if refused and self._was_refused:
             raise EpisodeCut(TruncationReason.BUDGET)
         self._was_refused = bool(refused)
-        answers = await self.answer_all(requests[: max(left, 0)])
+        answers = await side_by_side(
+            [self.answer_one(each, number) for number, each in enumerate(requests[: max(left, 0)])]
+        )
         answers += [ToolAnswer(r.call_id, r.name, NO_MORE_CALLS) for r in refused]
         self.builder.steps[-1] = self.agent.answer(answers)
-
-    async def answer_all(self, requests: Sequence[ToolRequest]) -> list[ToolAnswer]:
-        """Return the answers to one message's calls, which run concurrently."""
-        return await side_by_side(
-            [self.answer_one(request, position) for position, request in enumerate(requests)]
-        )
 
     async def answer_one(self, request: ToolRequest, position: int) -> ToolAnswer:
         """Return the answer to one call. An error of the handler becomes an answer, too."""
@@ -211,7 +207,7 @@ class Player:
     def record_outcome(self, action: Any, prev_obs: str, outcome: StepOutcome) -> None:
         """Append the world's outcome of the turn just taken; end the rollout if the world ended."""
         reason = TruncationReason.ENV if outcome.truncated and not outcome.terminated else None
-        self.builder.add_environment_step(
+        self.builder.steps.append(
             EnvironmentStep(
                 agent=self.agent.name,
                 # The agent has ended its turn, and counts the next one already.

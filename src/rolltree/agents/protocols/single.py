@@ -8,7 +8,7 @@ The episode ends with the world, after `max_steps` turns, or when time, tokens o
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, TypeAlias
 
@@ -116,15 +116,6 @@ class InteractionProtocol(ABC):
             handler=self.external_tool_handler,
             max_external_calls=self.max_external_calls,
         )
-
-    def seat_all(
-        self, agents: Mapping[str, AgentSource], context: EpisodeContext, recording: Recording
-    ) -> dict[str, Player]:
-        """Return a player per name, in the given order; their episodes have begun."""
-        players = {name: self.seat(a, context, recording, name) for name, a in agents.items()}
-        for player in players.values():
-            player.begin(context.messages)
-        return players
 
 
 class SingleAgentProtocol(InteractionProtocol):

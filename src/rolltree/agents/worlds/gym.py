@@ -259,14 +259,14 @@ def plain_ansi(text: str) -> str:
     last_reset = max(text.rfind("\x1b[m"), text.rfind("\x1b[0m"))
     is_open = False
 
-    def mark(found: re.Match[str]) -> str:
+    def mark(code: re.Match[str]) -> str:
         nonlocal is_open
-        if found[1] in ("", "0"):
+        if code[1] in ("", "0"):
             was_open, is_open = is_open, False
             return "]" if was_open else ""
         # Highlights that are never reset are ignored, since a bracket that never closes would
         # confuse the model.
-        if is_open or found[1][0] in "0;" or found.start() > last_reset:
+        if is_open or code[1][0] in "0;" or code.start() > last_reset:
             return ""
         is_open = True
         return "["

@@ -12,6 +12,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
 
+from rolltree._helpers.tasks import undo_own_cancellation
 from rolltree._helpers.threads import run_in_thread
 from rolltree.values.errors import ConfigError
 from rolltree.values.steps import StepOutcome
@@ -118,14 +119,15 @@ async def drive(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     thread is stopped as described in `rolltree._helpers.threads`.
     """
     world = getattr(method, "__self__", None)
-    if inspect.iscoroutinefunction(method):
-        return await method(*args, **kwargs)
     # By default in a thread, since a world that blocks would block all other rollouts.
-    if not getattr(world, "in_thread", True):
+    if inspect.iscoroutinefunction(method) or not getattr(world, "in_thread", True):
         result = method(*args, **kwargs)
     else:
         result = await run_in_thread(lambda: method(*args, **kwargs), name="rolltree-world")
-    return await result if inspect.isawaitable(result) else result
+    if inspect.isawaitable(result):
+        result = await result
+    await undo_own_cancellation()  # by a world that cancels its own tasks, and this one, too
+    return result
 
 
 BAD_ACTION = "bad_action"

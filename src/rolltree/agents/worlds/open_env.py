@@ -6,6 +6,7 @@ form of actions), and needs neither package.
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -75,6 +76,7 @@ class OpenEnvWorld:
         reset_args: arguments of `reset` in addition to the seed.
         headers: of every request; they are not stored anywhere.
         message_limit_s: how long the server may take for an answer.
+        slot: is held while a session is open, if the server has a limited number of them.
     """
 
     in_thread = False
@@ -88,6 +90,7 @@ class OpenEnvWorld:
         reset_args: Mapping[str, Any] | None = None,
         headers: Mapping[str, str] | None = None,
         message_limit_s: float = 60.0,
+        slot: asyncio.Semaphore | None = None,
     ) -> None:
         if not url.startswith(("http://", "https://")):
             raise ConfigError(
@@ -96,7 +99,7 @@ class OpenEnvWorld:
             )
         self.url, self.to_action, self.to_text = url.rstrip("/"), to_action, to_text
         self.reset_args, self.headers = dict(reset_args or {}), dict(headers or {})
-        self.message_limit_s = message_limit_s
+        self.message_limit_s, self._slot, self._holds_slot = message_limit_s, slot, False
         self._http: aiohttp.ClientSession | None = None
         self._socket: aiohttp.ClientWebSocketResponse | None = None
 
@@ -111,6 +114,9 @@ class OpenEnvWorld:
         if self._socket is None:
             # A reset that failed to connect leaves its client open.
             await self.close()
+            if self._slot is not None:
+                await self._slot.acquire()
+                self._holds_slot = True
             timeout = aiohttp.ClientTimeout(total=None, sock_connect=self.message_limit_s)
             self._http = aiohttp.ClientSession(timeout=timeout, headers=self.headers)
             if self.to_action is None:
@@ -169,10 +175,15 @@ class OpenEnvWorld:
         """End the session; a second call does nothing."""
         socket, self._socket = self._socket, None
         http, self._http = self._http, None
-        if socket is not None:
-            await socket.close()
-        if http is not None:
-            await http.close()
+        try:
+            if socket is not None:
+                await socket.close()
+            if http is not None:
+                await http.close()
+        finally:
+            if self._slot is not None and self._holds_slot:
+                self._holds_slot = False
+                self._slot.release()
 
     async def _is_well(self) -> bool:
         """Whether the server answers a request."""

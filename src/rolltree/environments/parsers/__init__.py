@@ -6,14 +6,6 @@ Tool calls are parsed by `rolltree.inference`, because their format depends on t
 from typing import TYPE_CHECKING
 
 from rolltree._helpers.lazy import loader
-from rolltree.environments.parsers.parser import (
-    MaybeThinkParser,
-    Parser,
-    ThinkParser,
-    extract_boxed_answer,
-    extract_hash_answer,
-    text_of,
-)
 
 if TYPE_CHECKING:
     from rolltree.environments.parsers.actions import ActionParser as ActionParser
@@ -24,29 +16,20 @@ if TYPE_CHECKING:
     from rolltree.environments.parsers.actions import one_of as one_of
     from rolltree.environments.parsers.actions import tagged as tagged
     from rolltree.environments.parsers.actions import without_thinking as without_thinking
+    from rolltree.environments.parsers.parser import MaybeThinkParser as MaybeThinkParser
+    from rolltree.environments.parsers.parser import Parser as Parser
+    from rolltree.environments.parsers.parser import ThinkParser as ThinkParser
+    from rolltree.environments.parsers.parser import extract_boxed_answer as extract_boxed_answer
+    from rolltree.environments.parsers.parser import extract_hash_answer as extract_hash_answer
+    from rolltree.environments.parsers.parser import text_of as text_of
     from rolltree.environments.parsers.xml import XMLParser as XMLParser
 
 _MODULES = {
     "actions": "ActionParser as_text by_function compose_parsers from_parser one_of tagged "
     "without_thinking",
+    "parser": "MaybeThinkParser Parser ThinkParser extract_boxed_answer extract_hash_answer "
+    "text_of",
     "xml": "XMLParser",
 }
 __getattr__ = loader(__name__, _MODULES)
-
-__all__ = [
-    "ActionParser",
-    "MaybeThinkParser",
-    "Parser",
-    "ThinkParser",
-    "XMLParser",
-    "as_text",
-    "by_function",
-    "compose_parsers",
-    "extract_boxed_answer",
-    "extract_hash_answer",
-    "from_parser",
-    "one_of",
-    "tagged",
-    "text_of",
-    "without_thinking",
-]
+__all__ = sorted(" ".join(_MODULES.values()).split())

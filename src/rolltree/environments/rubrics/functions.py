@@ -5,18 +5,17 @@ They have no time limit: a function that never returns keeps its rollout waiting
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import inspect
 import math
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from traceback import walk_tb
 from typing import Any, Literal, TypeAlias, TypeVar
 
-from rolltree._helpers.tasks import contained
+from rolltree._helpers.tasks import contained, run_each, undo_own_cancellation
 from rolltree._helpers.threads import run_in_pool
 from rolltree.values.errors import ConfigError, Escaped, did_you_mean, record_error
 from rolltree.values.types import ErrorRecord, State
@@ -251,14 +250,14 @@ async def call_all(calls: Sequence[FunctionCall]) -> list[RawScore]:
     synchronous ones one after another in a thread.
     """
     outcomes: list[RawScore] = [None] * len(calls)
-    waiting: list[tuple[int, Awaitable[RawScore]]] = []
+    waiting: list[tuple[int, Coroutine[Any, Any, RawScore]]] = []
     blocking: list[int] = []
     for index, call in enumerate(calls):
         function = call[0]
         if function.is_async:
-            waiting.append((index, _call_async(call)))
+            waiting.append((index, _settle(_call(call), call)))
         elif function.runs_inline:
-            outcomes[index] = await _settle(_call(call), call)
+            outcomes[index] = _call(call)
         else:
             blocking.append(index)
     # All of them in one thread, one after another: a thread per function would cost more than most
@@ -266,12 +265,20 @@ async def call_all(calls: Sequence[FunctionCall]) -> list[RawScore]:
     if blocking:
         results = await run_in_pool(lambda: [_call(calls[index]) for index in blocking])
         for index, outcome in zip(blocking, results, strict=True):
-            outcomes[index] = await _settle(outcome, calls[index])
-    if waiting:
-        for (index, _), outcome in zip(
-            waiting, await asyncio.gather(*(task for _, task in waiting)), strict=True
-        ):
             outcomes[index] = outcome
+    # A plain function may return an awaitable (a lambda around a coroutine).
+    waiting += [
+        (index, _settle(outcome, calls[index]))
+        for index, outcome in enumerate(outcomes)
+        if inspect.isawaitable(outcome)
+    ]
+    # Each in a task of its own, so that one that cancels its task costs itself only.
+    found = await run_each(work for _, work in waiting) if waiting else ()
+    for (index, _), outcome in zip(waiting, found, strict=True):
+        if isinstance(outcome, Exception):
+            outcome = _failure(outcome, calls[index])
+        outcomes[index] = outcome
+    await undo_own_cancellation()
     return outcomes
 
 
@@ -310,12 +317,8 @@ def _failure(error: Exception, call: FunctionCall) -> ErrorRecord:
     )
 
 
-async def _call_async(call: FunctionCall) -> RawScore:
-    return await _settle(_call(call), call)
-
-
 async def _settle(outcome: RawScore, call: FunctionCall) -> RawScore:
-    """Await what a plain function returned, if it is awaitable (a lambda around a coroutine)."""
+    """Await what a function returned, if it is awaitable."""
     if not inspect.isawaitable(outcome):
         return outcome
     try:

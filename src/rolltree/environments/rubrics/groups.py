@@ -132,11 +132,11 @@ async def _scores_of(rubric: Rubric, states: Sequence[State]) -> list[Scores]:
 def _copy(state: State) -> State:
     # Without rewards, so that those found afterwards come from this rubric.
     copy = state.copy()
-    copy["trajectory"] = [
+    copy.trajectory = [
         cast(TrajectoryStep, dict(step, reward=None, advantage=None)) for step in state.trajectory
     ]
-    copy["reward"], copy["metrics"], copy["error"] = None, None, None
-    copy["has_step_rewards"], copy["scoring_errors"] = None, {}
+    copy.reward = copy.metrics = copy.error = copy.has_step_rewards = None
+    copy["scoring_errors"] = {}
     return copy
 
 

@@ -100,7 +100,8 @@ class JudgeRubric(Rubric):
         self.judge_sampling_args: SamplingArgs = dict(judge_sampling_args or {})
         self._client = as_client(judge_client, judge_model)
         self._sampling = sampling_from_args(self.judge_sampling_args)
-        self._asked: dict[tuple[int, str], asyncio.Task[str]] = {}
+        # The calls in flight, by their request.
+        self._asked: dict[str, list[tuple[State, asyncio.Task[str]]]] = {}
         super().__init__(funcs, weights, parser)
         self.class_objects.update(
             judge=self.judge,
@@ -139,27 +140,32 @@ class JudgeRubric(Rubric):
                     response = _NO_ANSWER
 
     async def _judged(self, prompt: Messages, response: str, answer: Any, state: State) -> str:
-        said = self.judge_prompt.format(
+        request = self.judge_prompt.format(
             question=_last_user_text(prompt), answer=answer, response=response
         )
         replies: dict[str, str] = state.setdefault("judge_response", {})
-        if said in replies:
-            return replies[said]
-        # Concurrent functions that need the same reply await one call. The key has the rollout,
-        # because two rollouts with the same response are two samples of the judge.
-        key = (id(state), said)
-        task = self._asked.get(key)
+        if request in replies:
+            return replies[request]
+        # Concurrent functions that need the same reply await one call, but two rollouts with the
+        # same response are two samples of the judge.
+        asked = self._asked.setdefault(request, [])
+        task = next((task for owner, task in asked if owner is state), None)
         if task is None:
-            task = asyncio.ensure_future(self._ask(said))
-            self._asked[key] = task
-            task.add_done_callback(lambda _: self._asked.pop(key, None))
-        replies[said] = await task
-        return replies[said]
+            task = asyncio.ensure_future(self._ask(request))
+            asked.append((state, task))
+            task.add_done_callback(lambda done: self._forget(request, done))
+        replies[request] = await task
+        return replies[request]
 
-    async def _ask(self, said: str) -> str:
+    def _forget(self, request: str, done: asyncio.Task[str]) -> None:
+        self._asked[request] = [(s, task) for s, task in self._asked[request] if task is not done]
+        if not self._asked[request]:
+            del self._asked[request]
+
+    async def _ask(self, request: str) -> str:
         # A new session for each question, so that the judge does not see earlier ones.
         verdict = await self._client.session().chat(
-            [{"role": "user", "content": said}], sampling=self._sampling, model=self.judge_model
+            [{"role": "user", "content": request}], sampling=self._sampling, model=self.judge_model
         )
         return verdict.text
 

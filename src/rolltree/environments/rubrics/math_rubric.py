@@ -66,20 +66,20 @@ class MathRubric(Rubric):
         self, parser: Parser, completion: Messages, answer: Any, state: State
     ) -> float:
         """Return 1.0 if the completion's answer means the same as the reference, else 0.0."""
-        said = parser.parse_answer(completion)
-        said = "" if said is None else str(said).strip()
+        given = parser.parse_answer(completion)
+        given = "" if given is None else str(given).strip()
         gold = str(answer).strip()
-        if not said:
+        if not given:
             return 0.0
         # Most right answers are written like the reference, and need no worker.
-        if said == gold:
+        if given == gold:
             return 1.0
         # A real answer is never that long, and sympy would spend the whole time limit on it.
-        if len(said) > MAX_ANSWER_CHARS:
+        if len(given) > MAX_ANSWER_CHARS:
             state["math_gave_up"] = True
             return 0.0
         try:
-            reply = self._pool.call([gold, said])
+            reply = self._pool.call([gold, given])
         except (WorkerDied, WorkerCallError):
             # The worker was killed, or sympy cannot handle the answer.
             state["math_gave_up"] = True
@@ -95,13 +95,13 @@ def boxed_or_nothing(text: str) -> str:
     return extract_boxed_answer(text) if "\\boxed{" in text else ""
 
 
-def boxed_answers_are_equal(gold: str, said: str, *, time_limit_s: float = 15.0) -> bool:
+def boxed_answers_are_equal(gold: str, given: str, *, time_limit_s: float = 15.0) -> bool:
     r"""Return whether two answers mean the same, each put into a `\boxed{...}` as it is.
 
     Raises:
         WorkerDied, WorkerCallError: it took too long, or math-verify gave up.
     """
-    return bool(_pool(time_limit_s, "compare_boxed").call([gold, said]))
+    return bool(_pool(time_limit_s, "compare_boxed").call([gold, given]))
 
 
 @functools.cache

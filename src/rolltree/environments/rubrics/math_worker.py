@@ -15,21 +15,21 @@ class UnreadableReference(ValueError):
     """math-verify finds no expression in the reference answer."""
 
 
-def compare_answers(gold: str, said: str) -> bool:
+def compare_answers(gold: str, given: str) -> bool:
     """Return whether two answers mean the same.
 
     Raises:
         UnreadableReference: the reference answer cannot be parsed.
     """
-    wanted = parse(_in_math(gold), parsing_timeout=None)
-    if not wanted:
+    reference = parse(_in_math(gold), parsing_timeout=None)
+    if not reference:
         raise UnreadableReference(f"math-verify cannot parse the reference answer {gold!r}")
-    given = parse(_in_math(said), parsing_timeout=None)
-    return bool(given) and bool(verify(wanted, given, timeout_seconds=None))
+    candidate = parse(_in_math(given), parsing_timeout=None)
+    return bool(candidate) and bool(verify(reference, candidate, timeout_seconds=None))
 
 
 def answer(question: list[str]) -> dict[str, object]:
-    """Compare `[gold, said]`: `{"equal": ...}`, or `{"unreadable": ...}` for the reference."""
+    """Compare `[gold, given]`: `{"equal": ...}`, or `{"unreadable": ...}` for the reference."""
     try:
         return {"equal": compare_answers(*question)}
     except UnreadableReference as error:
@@ -37,9 +37,9 @@ def answer(question: list[str]) -> dict[str, object]:
 
 
 def compare_boxed(question: list[str]) -> bool:
-    """Compare `[gold, said]`, each put into a box as it is; unreadable text equals nothing."""
-    gold, said = (parse(f"\\boxed{{{text}}}", parsing_timeout=None) for text in question)
-    return bool(verify(gold, said, timeout_seconds=None))
+    """Compare `[gold, given]`, each put into a box as it is; unreadable text equals nothing."""
+    gold, given = (parse(f"\\boxed{{{text}}}", parsing_timeout=None) for text in question)
+    return bool(verify(gold, given, timeout_seconds=None))
 
 
 def _in_math(text: str) -> str:

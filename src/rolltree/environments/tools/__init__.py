@@ -8,40 +8,29 @@ from rolltree.environments.tools.run import (
     ToolQuit,
     ToolTimeLimit,
     answer_of,
-    answer_request,
     call_function,
     in_process,
-    is_plain,
-    run_all,
     side_by_side,
 )
 from rolltree.environments.tools.tool import (
     Tool,
-    ToolArgumentError,
     ToolUnavailable,
     convert_func_to_oai_tool,
-    result_text,
 )
-from rolltree.environments.tools.toolset import RawToolCall, Toolset, raw_tool_calls, unreadable
+from rolltree.environments.tools.toolset import Toolset, raw_tool_calls, unreadable
 
 __all__ = [
-    "RawToolCall",
     "Tool",
-    "ToolArgumentError",
     "ToolUnavailable",
     "ToolProcessError",
     "ToolQuit",
     "ToolTimeLimit",
     "Toolset",
     "answer_of",
-    "answer_request",
     "call_function",
     "convert_func_to_oai_tool",
     "in_process",
-    "is_plain",
     "raw_tool_calls",
     "unreadable",
-    "result_text",
-    "run_all",
     "side_by_side",
 ]

@@ -93,22 +93,6 @@ async def call_function(
     return await _limited(tool, result, limit_s, left_s)
 
 
-async def answer_request(
-    tool: Tool,
-    request: ToolRequest,
-    *,
-    limit_s: float | None = None,
-    error_formatter: Callable[[Exception], str] = str,
-) -> ToolAnswer:
-    """Call the tool that `request` names; an error of the tool becomes an answer, too.
-
-    Raises:
-        ToolUnavailable: the tool cannot be called at all.
-    """
-    result = call_function(tool, request.arguments or {}, limit_s=limit_s)
-    return await answer_of(request, result, error_formatter)
-
-
 async def answer_of(
     request: ToolRequest,
     result: Awaitable[Any],
@@ -135,15 +119,13 @@ async def answer_of(
             is_exit = isinstance(raised.raised, SystemExit)
             told = ToolQuit(f"{request.name} {'called exit()' if is_exit else f'raised {raised}'}.")
         value, error = None, record_error(told, "environment")
-        text = text_for_model(_formatted(error_formatter, told))
+        # `str` of some errors raises.
+        text = message_of(told) if error_formatter is str else error_formatter(told)
+        text = text_for_model(text)
     duration_s = time.monotonic() - began
     if isinstance(value, ToolAnswer):
         return replace(value, text=text_for_model(value.text), duration_s=duration_s)
     return ToolAnswer(request.call_id, request.name, text, error, duration_s)
-
-
-def _formatted(formatter: Callable[[Exception], str], error: Exception) -> str:
-    return message_of(error) if formatter is str else formatter(error)
 
 
 async def run_all(
@@ -278,7 +260,7 @@ async def call_in_process(func: Callable[..., Any], arguments: Mapping[str, Any]
     try:
         return str(await _pool.call_async(order))
     except WorkerDied as error:
-        what = f"{func.__name__} ended its process (exit status {error.status}). {error.said}"
+        what = f"{func.__name__} ended its process (exit status {error.status}). {error.output}"
         raise ToolProcessError(what.strip()) from None
     except WorkerCallError as error:
         raised = ToolProcessError(str(error))

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from rolltree._helpers.untrusted import shorten
 from rolltree.environments.tools.run import is_plain, run_all
 from rolltree.environments.tools.tool import Tool, ToolArgumentError
+from rolltree.inference.tool_calls import ToolCall
 from rolltree.values.errors import ConfigError, did_you_mean
 from rolltree.values.steps import ToolRequest, ToolScope
 from rolltree.values.types import ChatMessage
@@ -20,16 +20,7 @@ from rolltree.values.types import ChatMessage
 R = TypeVar("R")
 
 
-@dataclass(frozen=True, slots=True)
-class RawToolCall:
-    """One call as the model wrote it: `arguments` is text, `call_id` may be empty."""
-
-    call_id: str
-    name: str
-    arguments: str
-
-
-def raw_tool_calls(message: ChatMessage) -> list[RawToolCall]:
+def raw_tool_calls(message: ChatMessage) -> list[ToolCall]:
     """Return the `tool_calls` of an assistant message; other messages have none."""
     if message.get("role") != "assistant":
         return []
@@ -40,9 +31,7 @@ def raw_tool_calls(message: ChatMessage) -> list[RawToolCall]:
         # Some servers give the arguments as an object, contrary to OpenAI's API.
         if not isinstance(arguments, str):
             arguments = json.dumps(arguments or {})
-        calls.append(
-            RawToolCall(str(call.get("id") or ""), str(function.get("name") or ""), arguments)
-        )
+        calls.append(ToolCall(str(function.get("name") or ""), arguments, call.get("id")))
     return calls
 
 
@@ -85,22 +74,22 @@ class Toolset(dict[str, Tool]):
         return self.pop(name)
 
     def read(
-        self, call: RawToolCall, *, scope: ToolScope = "internal", others: Collection[str] = ()
+        self, call: ToolCall, *, scope: ToolScope = "internal", others: Collection[str] = ()
     ) -> ToolRequest:
         """Return a call with checked arguments; one that cannot be made has a `problem`.
 
         `others` are further names for the hint about an unknown name.
         """
-        tool = self.get(call.name)
+        tool, call_id = self.get(call.name), str(call.id or "")
         if tool is None:
             hint = did_you_mean(call.name, {*self, *others})
             problem = f"There is no tool named {shorten(call.name, 64)!r}.{hint}"
-            return ToolRequest(call.call_id, call.name, None, "unknown", call.arguments, problem)
+            return ToolRequest(call_id, call.name, None, "unknown", call.arguments, problem)
         try:
             arguments: Mapping[str, Any] = tool.read_arguments(call.arguments)
         except ToolArgumentError as error:
-            return ToolRequest(call.call_id, call.name, None, scope, call.arguments, str(error))
-        return ToolRequest(call.call_id, call.name, arguments, scope, call.arguments)
+            return ToolRequest(call_id, call.name, None, scope, call.arguments, str(error))
+        return ToolRequest(call_id, call.name, arguments, scope, call.arguments)
 
     async def answer_all(
         self, requests: Sequence[ToolRequest], answer: Callable[[ToolRequest], Awaitable[R]]

@@ -1,4 +1,4 @@
-"""`rolltree serve`: an OpenAI-compatible server over the embedded engine, with vLLM's token fields.
+"""`rolltree serve`: the gateway's protocols over the embedded engine, without sessions.
 
 `create_app` makes the application, `serve` runs it until it is stopped. Both need starlette and
 uvicorn (the `serve` extra) but not torch: the caller passes the engine.

@@ -1,225 +1,178 @@
-"""The server's ASGI application with the handlers of all paths, and `serve`, which runs it.
+"""The ASGI application of `rolltree serve`, and `serve`, which runs it.
 
-The paths are OpenAI's `/v1/models`, `/v1/chat/completions` and `/v1/completions`; vLLM's
-`/tokenize`, `/detokenize`, `/inference/v1/generate` and weight updates, so that the same publisher
-(`rolltree.scale.weights`) works with both; and `/health`. By default only this machine can
-reach the server.
+Calls come in the gateway's protocols, below `/v1`, and as ids to vLLM's `/inference/v1/generate`.
+Beside them are `/v1/models`, `/health`, and vLLM's `/tokenize`, `/detokenize` and weight updates,
+so that the same publisher (`rolltree.scale.weights`) works with both. By default only this machine
+can reach the server.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
 import secrets
-from collections.abc import AsyncIterator, Callable, Collection, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from reprlib import repr as shown
 from typing import Any
 
-from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
-from starlette.middleware import Middleware
 from starlette.requests import Request
-from starlette.responses import Response, StreamingResponse
-from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
+from rolltree.gateway.fields import READ, Field, each, flag, model_in, only, read_fields
+from rolltree.gateway.openai_chat import COMPLETION_FIELDS, ids_in, tools_and_choice
 from rolltree.gateway.serve.model_server import ServedModel
-from rolltree.gateway.serve.requests import (
-    CHAT_FIELDS,
-    GENERATE_FIELDS,
-    MAX_COMPLETIONS,
-    SAMPLING_PARAMS_FIELDS,
-    TEXT_FIELDS,
-    TOKENIZE_FIELDS,
-    ParsedRequest,
-    check_fields,
-    error_body,
-    flag,
-    includes_usage,
-    messages_of,
-    num_choices,
-    parse_request,
-    sampling_of,
-    tools_of,
+from rolltree.gateway.vllm_generate import GENERATE
+from rolltree.gateway.wire import (
+    PROTOCOLS,
+    SESSION,
+    WRITE_TIMEOUT_S,
+    Paths,
+    WireApp,
+    answering,
+    asking,
+    beside,
+    model_card,
+    models_response,
 )
-from rolltree.gateway.serve.responses import Responses, ResponseStream, TokenResponses
+from rolltree.inference.call import DEFAULT_SAMPLING
 from rolltree.scale.weights.receive import WeightReceiver, weights_mark
 from rolltree.values.errors import ConfigError
-from rolltree.values.types import IntArray
-from rolltree.web.answers import Handler, answering_errors, error_response, json_response
-from rolltree.web.guard import RawHeaders, RequestError, has_token, is_loopback, url_at
-from rolltree.web.limits import READ_TIMEOUT_S, json_body, while_connected
+from rolltree.web.answers import Handler, json_response
+from rolltree.web.guard import RequestError, digest_of, has_digest, is_loopback, key_in, url_at
+from rolltree.web.limits import READ_TIMEOUT_S, json_body
 from rolltree.web.start import AnnouncingServer, listen, server_config
 
-logger = logging.getLogger("rolltree.inference")
+_TOKENIZE_FIELDS: dict[str, Field] = {
+    **each("model prompt messages tools tool_choice", READ),
+    **each("add_generation_prompt return_token_strs", READ),
+    **{name: COMPLETION_FIELDS[name] for name in ("add_special_tokens", "continue_final_message")},
+    "chat_template_kwargs": only({}, why="the model's template is rendered as it is"),
+}
 
 
-class Unauthorized:
-    """Refuses requests without a bearer token (RFC 6750) before their bodies are read.
+class ServeApp(WireApp):
+    """The ASGI application; its shutdown closes the engine.
 
-    `admin_token` is accepted everywhere, `token` everywhere but in `admin_paths`, which replace
-    weights. Without an `admin_token`, every request to these is refused.
+    `admin_token` is accepted for all requests, `token` for all but those that replace weights.
+    Without an `admin_token`, nobody can replace them.
+
+    Raises:
+        ConfigError: the token is empty.
     """
 
     def __init__(
-        self, app: ASGIApp, token: str, admin_token: str | None, admin_paths: Collection[str]
+        self, served: ServedModel, token: str, admin_token: str | None, read_timeout_s: float
     ) -> None:
-        self._app, self._admin_paths = app, frozenset(admin_paths)
-        self._token, self._admin_token = token, admin_token
+        super().__init__(read_timeout_s, WRITE_TIMEOUT_S)
+        if not token:
+            raise ConfigError(
+                "the token is empty, so anybody who reaches the port could use the model. Generate "
+                "one, or name the variable that holds one with --api-key-env."
+            )
+        self._served, self._token = served, digest_of(token)
+        self._admin_token = None if admin_token is None else digest_of(admin_token)
+        weights = WeightHandlers(served)
+        self._admin_paths = frozenset(weights.admin_paths)
+        handlers = {**Handlers(served).paths, **weights.paths}
+        self._paths = Paths(
+            [
+                *((method, path, answering(run)) for (method, path), run in handlers.items()),
+                *((("POST", f"/v1{each.path}", asking(each))) for each in PROTOCOLS),
+                ("POST", GENERATE.path, asking(GENERATE)),
+                *(
+                    (method, f"/v1{path}", beside(each, side))
+                    for each in PROTOCOLS
+                    for (method, path), side in each.sides.items()
+                    if "{" not in path  # of an earlier answer, which is not kept
+                ),
+            ]
+        )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on, or answer 401 or 403."""
-        app = self._app
-        # `/health` shows only whether the engine runs.
-        if scope["type"] == "http" and scope["path"] != "/health":
-            # Before the body, so that a client without a token cannot make the server read
-            # megabytes.
-            error = self._refusal(scope["headers"], scope["path"])
-            app = self._app if error is None else failure(error)
-        await app(scope, receive, send)
+        """Answer a request."""
+        if scope["type"] != "lifespan":
+            await super().__call__(scope, receive, send)
+            return
+        await receive()
+        await send({"type": "lifespan.startup.complete"})
+        await receive()
+        await self._served.aclose()
+        await send({"type": "lifespan.shutdown.complete"})
 
-    def _refusal(self, headers: RawHeaders, path: str) -> RequestError | None:
-        if self._admin_token is not None and has_token(headers, self._admin_token):
-            return None
-        if not has_token(headers, self._token):
-            return RequestError(
+    def admitted(self, scope: Scope) -> Handler:
+        """Return the handler of a request, or raise `RequestError`."""
+        path = scope["path"]
+        # `/health` shows only whether the engine runs.
+        if path != "/health":
+            self._check_key(key_in(scope["headers"]), path)
+        handler, scope["path_params"] = self._paths.find(scope["method"], path)
+        scope[SESSION] = self._served
+        return handler
+
+    def _check_key(self, key: str, path: str) -> None:
+        if self._admin_token is not None and has_digest(key, self._admin_token):
+            return
+        if not has_digest(key, self._token):
+            raise RequestError(
                 "the request has no valid bearer token. Send the token that `rolltree serve` "
                 "printed, as the API key.",
                 status=401,
             )
-        if path not in self._admin_paths:
-            return None
-        how = (
-            "This server has no admin token: start it with --admin-key-env."
-            if self._admin_token is None
-            else "Send the admin token: engine.admin_key_env, or OpenAIClient(admin_key=...)."
-        )
-        return RequestError(
-            f"the token is for inference only, but {path} replaces weights, which takes the admin "
-            f"token. {how}",
-            status=403,
-        )
-
-
-def failure(error: Exception) -> Response:
-    """Return the error response of OpenAI's servers for an exception."""
-    return error_response(*error_body(error))
-
-
-def _failed(request: Request, error: Exception) -> Response:
-    response = failure(error)
-    if response.status_code >= 500:
-        logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
-    return response
-
-
-async def _unknown_path(request: Request, error: Exception) -> Response:
-    status = error.status_code if isinstance(error, HTTPException) else 500
-    what = f"{request.method} {request.url.path} is not served here"
-    return failure(RequestError(what, status=status))
+        if path in self._admin_paths:
+            how = (
+                "This server has no admin token: start it with --admin-key-env."
+                if self._admin_token is None
+                else "Send the admin token: engine.admin_key_env, or OpenAIClient(admin_key=...)."
+            )
+            raise RequestError(
+                f"the token is for inference only, but {path} replaces weights, which takes the "
+                f"admin token. {how}",
+                status=403,
+            )
 
 
 class Handlers:
-    """The handlers of inference requests for one served model."""
+    """The handlers of requests that sample nothing, by method and path."""
 
     def __init__(self, served: ServedModel) -> None:
         self._served = served
+        self.paths: dict[tuple[str, str], Handler] = {
+            ("GET", "/v1/models"): self.models,
+            ("GET", "/v1/models/{name:path}"): self.model,
+            ("POST", "/tokenize"): self.tokenize,
+            ("POST", "/detokenize"): self.detokenize,
+        }
 
-    async def models(self, request: Request) -> Response:
-        """`GET /v1/models`: list the served model."""
+    def _card(self) -> dict[str, Any]:
         served = self._served
-        card = {
-            "id": served.name,
-            "object": "model",
-            "created": served.created,
-            "owned_by": "rolltree",
+        return model_card(served) | {
             "max_model_len": served.engine.max_context,
             "logprobs_mode": f"{served.logprobs}_logprobs",
         }
-        return json_response({"object": "list", "data": [card]})
 
-    async def chat(self, request: Request) -> Response:
-        """`POST /v1/chat/completions`."""
-        body = await json_body(request)
-        given = check_fields(body, CHAT_FIELDS, self._served.name)
-        # Before the prompt is rendered, so that a wrong field is refused without that work.
-        parsed = parse_request(given, chat=True, body=body, request_id=_request_id(request))
-        messages = messages_of(given.get("messages"))
-        # In a thread, since templates and tokenizers would block the event loop.
-        prompt = await self._served.run(lambda: self._served.chat_prompt(messages, parsed.tools))
-        return await self._complete(request, parsed, [prompt])
+    async def models(self, request: Request) -> Response:
+        """List the served model."""
+        return models_response(self._card())
 
-    async def text(self, request: Request) -> Response:
-        """`POST /v1/completions`: complete a string, a list of ids, or several of either."""
-        body = await json_body(request)
-        given = check_fields(body, TEXT_FIELDS, self._served.name)
-        parsed = parse_request(given, chat=False, body=body, request_id=_request_id(request))
-        given_prompts = _prompts(given.get("prompt"), parsed.n)
-        prompts = await self._served.run(
-            lambda: [self._served.text_prompt(prompt) for prompt in given_prompts]
-        )
-        return await self._complete(request, parsed, prompts)
-
-    async def _complete(
-        self,
-        request: Request,
-        parsed: ParsedRequest,
-        prompts: list[IntArray],
-        kind: type[Responses] = Responses,
-    ) -> Response:
-        served, responses = self._served, kind(self._served, parsed)
-        if parsed.stream:
-            events = ResponseStream(responses, prompts).events()
-            headers = {"Cache-Control": "no-cache"}
-            return StreamingResponse(events, media_type="text/event-stream", headers=headers)
-        # If the client disconnects, its place in the batch is freed.
-        outputs = await while_connected(request, served.sample(prompts, parsed.sampling, parsed.n))
-        # Not in a thread if there is no text to decode: ids need no tokenizer.
-        if not kind.has_text:
-            return json_response(responses.whole(prompts, outputs))
-        return await served.run(lambda: json_response(responses.whole(prompts, outputs)))
-
-    async def generate(self, request: Request) -> Response:
-        """`POST /inference/v1/generate`: ids in, ids out, with the version of each span."""
-        served = self._served
-        given = check_fields(await json_body(request), GENERATE_FIELDS, served.name)
-        params = given.get("sampling_params", {})
-        if not isinstance(params, dict):
-            raise RequestError("sampling_params is not an object.", param="sampling_params")
-        if not isinstance(given.get("token_ids"), list):
-            raise RequestError("token_ids is not a list of ids.", param="token_ids")
-        params = check_fields(params, SAMPLING_PARAMS_FIELDS, served.name)
-        if params.get("logprobs", 0) not in (0, 1):
-            raise RequestError("only logprobs of sampled tokens are supported. Use 0 or 1.")
-        # Not in a thread, since ids need no tokenizer.
-        prompt = served.text_prompt(given["token_ids"])
-        asked = ParsedRequest(
-            sampling_of(params),
-            chat=False,
-            n=num_choices(params),
-            stream=flag(given, "stream"),
-            include_usage=includes_usage(given),
-            logprobs=params.get("logprobs", False) is not False,
-            token_ids=flag(given, "return_token_ids"),
-            # The client's own id, if any, by which it recognizes its answer.
-            request_id=_request_id_in(given) or _request_id(request) or secrets.token_hex(12),
-        )
-        return await self._complete(request, asked, [prompt], TokenResponses)
+    async def model(self, request: Request) -> Response:
+        """Describe the served model."""
+        self._served.check_model(request.path_params["name"])
+        return json_response(self._card())
 
     async def tokenize(self, request: Request) -> Response:
-        """`POST /tokenize`: return the ids of a string or of a conversation's prompt."""
+        """Return the ids of a string or of a conversation's prompt."""
         served = self._served
-        given = check_fields(await json_body(request), TOKENIZE_FIELDS, served.name)
+        given = await self._given(request, _TOKENIZE_FIELDS)
         if ("messages" in given) == ("prompt" in given):
             raise RequestError("give either prompt or messages.", param="prompt")
         if "messages" in given:
             opener = flag(given, "add_generation_prompt", default=True)
-            messages, tools = messages_of(given["messages"]), tools_of(given)
-            prompt = partial(served.chat_prompt, messages, tools, opener=opener)
+            tools, _ = tools_and_choice(given, DEFAULT_SAMPLING)
+            messages = served.messages(given["messages"])
+            prompt = partial(served.chat_prompt, messages, list(tools) or None, opener=opener)
         elif isinstance(given["prompt"], str):
             prompt = partial(served.text_prompt, given["prompt"])
         else:
@@ -227,28 +180,26 @@ class Handlers:
 
         with_texts = flag(given, "return_token_strs")
 
-        def answer() -> Response:
+        def answer() -> dict[str, Any]:
             ids = prompt().tolist()
-            found = {"count": len(ids), "max_model_len": served.engine.max_context, "tokens": ids}
+            body = {"count": len(ids), "max_model_len": served.engine.max_context, "tokens": ids}
             if with_texts:
-                found["token_strs"] = [served.renderer.decode([token]) for token in ids]
-            return json_response(found)
+                body["token_strs"] = [served.renderer.decode([token]) for token in ids]
+            return body
 
-        return await served.run(answer)
+        return json_response(await served.run(answer))
 
     async def detokenize(self, request: Request) -> Response:
-        """`POST /detokenize`: return the text of ids."""
+        """Return the text of ids."""
         served = self._served
-        given = check_fields(
-            await json_body(request), frozenset(("model", "tokens")), self._served.name
-        )
-        if not isinstance(given.get("tokens"), list):
-            raise RequestError("tokens is not a list of ids.", param="tokens")
-        return await served.run(
-            lambda: json_response(
-                {"prompt": served.renderer.decode(served.text_prompt(given["tokens"]))}
-            )
-        )
+        given = await self._given(request, each("model tokens", READ))
+        ids = ids_in(given.get("tokens"), served, "tokens")
+        return json_response(await served.run(lambda: {"prompt": served.renderer.decode(ids)}))
+
+    async def _given(self, request: Request, fields: Mapping[str, Field]) -> dict[str, Any]:
+        given, _ = read_fields(await json_body(request), fields)
+        self._served.check_model(model_in(given))
+        return given
 
 
 class WeightHandlers:
@@ -409,7 +360,7 @@ def create_app(
     *,
     admin_token: str | None = None,
     read_timeout_s: float = READ_TIMEOUT_S,
-) -> Starlette:
+) -> ServeApp:
     """Return the ASGI application; its shutdown closes the engine.
 
     Args:
@@ -422,73 +373,7 @@ def create_app(
     Raises:
         ConfigError: the token is empty.
     """
-    if not token:
-        raise ConfigError(
-            "the token is empty, so anybody who reaches the port could use the model. Generate "
-            "one, or name the variable that holds one with --api-key-env."
-        )
-    handlers, weights = Handlers(served), WeightHandlers(served)
-    paths: dict[tuple[str, str], Handler] = {
-        ("GET", "/v1/models"): handlers.models,
-        ("POST", "/v1/chat/completions"): handlers.chat,
-        ("POST", "/v1/completions"): handlers.text,
-        ("POST", "/inference/v1/generate"): handlers.generate,
-        ("POST", "/tokenize"): handlers.tokenize,
-        ("POST", "/detokenize"): handlers.detokenize,
-        **weights.paths,
-    }
-
-    @asynccontextmanager
-    async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        try:
-            yield
-        finally:
-            await served.aclose()
-
-    app = Starlette(
-        routes=[
-            Route(path, answering_errors(run, _failed), methods=[method])
-            for (method, path), run in paths.items()
-        ],
-        middleware=[
-            Middleware(
-                Unauthorized,
-                token=token,
-                admin_token=admin_token,
-                admin_paths=weights.admin_paths,
-            )
-        ],
-        exception_handlers={HTTPException: _unknown_path},
-        lifespan=lifespan,
-    )
-    app.state.read_timeout_s = read_timeout_s
-    return app
-
-
-def _request_id(request: Request) -> str:
-    """Return the client's own id of the request, by which it recognizes the answer."""
-    return request.headers.get("x-request-id", "")[:128]
-
-
-def _request_id_in(given: Mapping[str, Any]) -> str:
-    """Return the client's own id in the body of the request, or ""."""
-    name = given.get("request_id", "")
-    if not isinstance(name, str):
-        raise RequestError("request_id is not a string.", param="request_id")
-    return name[:128]
-
-
-def _prompts(prompt: object, n: int) -> list[object]:
-    """Return the prompts of a text completion; `prompt` is one of them or a list."""
-    several = isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list)
-    prompts: list[object] = list(prompt) if several else [prompt]  # type: ignore[call-overload]
-    if len(prompts) * n > MAX_COMPLETIONS:
-        raise RequestError(
-            f"{len(prompts)} prompts with n = {n} are more than {MAX_COMPLETIONS} completions. "
-            "Send several requests.",
-            param="prompt",
-        )
-    return prompts
+    return ServeApp(served, token, admin_token, read_timeout_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -556,7 +441,6 @@ def serve(
     config = server_config(
         create_app(served, token, admin_token=admin_token, read_timeout_s=options.read_timeout_s),
         options.read_timeout_s,
-        proxy_headers=True,  # a proxy's https in redirects
         # Streams may take minutes, and the engine stops with the server anyway.
         timeout_graceful_shutdown=5,
     )

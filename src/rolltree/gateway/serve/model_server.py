@@ -3,31 +3,46 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AsyncExitStack
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from reprlib import repr as shown
+from typing import Any, ClassVar, Literal, TypeVar
 
 import numpy as np
 
 from rolltree._helpers.untrusted import encode_json
+from rolltree.gateway.calls import (
+    AgentAnswer,
+    AgentCall,
+    AnswerDelta,
+    AnswerHead,
+    CallOrigin,
+    DeltaTokens,
+)
+from rolltree.gateway.messages import checked_messages
+from rolltree.inference.call import ModelCall
 from rolltree.inference.chat import ChatRenderer
 from rolltree.inference.client import check_shown_tools
+from rolltree.inference.deltas import TokenListener
 from rolltree.inference.engine import EngineOutput, EngineThread, SampledToken
 from rolltree.scale.weights.receive import WeightReceiver
-from rolltree.values.errors import TokenError
 from rolltree.values.types import (
     ChatMessage,
-    FinishReason,
     FloatArray,
     GenerateRequest,
     IntArray,
+    Messages,
+    ModelResponse,
     SamplingParams,
     ToolSchema,
 )
+from rolltree.web.guard import RequestError
 
 ResultT = TypeVar("ResultT")
 ServedLogprobs = Literal["processed", "raw"]
@@ -59,7 +74,7 @@ class ServedModel:
     ) -> None:
         self.engine, self.renderer, self.name = engine, renderer, name
         self.logprobs: ServedLogprobs = logprobs
-        self.created = int(time.time())
+        self.opened_s = time.time()
         # vLLM's name for the initial weights, until a trainer sets a version.
         self.weight_version = "default"
         self._load_weights, self.receiver = load_weights, receiver
@@ -106,49 +121,213 @@ class ServedModel:
         check_shown_tools(self.renderer, tools, self.name)
         return self.renderer.render(messages, tools, add_generation_prompt=opener)
 
-    def text_prompt(self, prompt: object) -> IntArray:
-        """Return the prompt for a string or a list of ids, int32 `[_T]`.
+    def text_prompt(self, text: str) -> IntArray:
+        """Return the prompt for a string, int32 `[_T]`; raises `PromptTooLong` as `chat_prompt`."""
+        self._check_size(len(text))
+        return self.renderer.encode_text(text)
+
+    # -- calls, as protocols make them (`rolltree.gateway.protocol.Answering`) ---------------------
+
+    keeps_answers: ClassVar[bool] = False
+
+    @property
+    def model_name(self) -> str:
+        """The model's name in requests."""
+        return self.name
+
+    def messages(self, value: object) -> list[ChatMessage]:
+        """Return OpenAI's chat messages as they came, once they are checked."""
+        return checked_messages(value)
+
+    def check_size(self, size: int, what: str) -> None:
+        """Raise `PromptTooLong` for so many "ids" if the context cannot hold them."""
+        self._check_size(size, what, longest=1)
+
+    def sampling_for(self, asked: SamplingParams) -> SamplingParams:
+        """Return what was asked for."""
+        return asked
+
+    def conversation(self, answer_id: str) -> list[ChatMessage]:
+        """Refuse: nothing is kept."""
+        raise self._kept_nothing()
+
+    def answer(self, answer_id: str) -> AgentAnswer:
+        """Refuse: nothing is kept."""
+        raise self._kept_nothing()
+
+    def _kept_nothing(self) -> RequestError:
+        return RequestError(
+            "this server keeps no answers, so none can be referred to. Send the whole conversation "
+            "with each request, or use `rolltree gateway`, whose sessions keep them.",
+            status=404,
+        )
+
+    async def count_tokens(self, call: AgentCall) -> int:
+        """Return how many tokens the prompt of a call has."""
+        return len((await self._prompts(call))[0])
+
+    async def write(self, call: AgentCall, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Return the body that `work` writes, away from the event loop if it decodes tokens."""
+        return work() if call.options.get("only_ids") else await self.run(work)
+
+    def delivered(self, answer: AgentAnswer) -> None:
+        """Do nothing: nothing is kept."""
+
+    def check_model(self, name: str) -> None:
+        """Raise `RequestError` unless `name` is the served model's, or empty."""
+        if name not in ("", self.name):
+            raise RequestError(
+                f"The model {shown(name)} does not exist here; this server has {self.name!r}.",
+                status=404,
+                param="model",
+            )
+
+    def _check(self, call: AgentCall) -> None:
+        """Refuse what the engine would ignore, before the prompt is rendered."""
+        self.check_model(call.model)
+        for name, value in call.sampling.extra.items():
+            if name == "tool_choice":
+                raise RequestError(
+                    f"tool_choice = {shown(value)} needs constrained decoding, which the embedded "
+                    "engine does not have; the model would be free not to call. Use 'auto' or "
+                    "'none'.",
+                    param=name,
+                )
+            if name not in self.engine.extra_settings:
+                raise RequestError(
+                    f"the embedded engine does not support {name} = {shown(value)} and would "
+                    "ignore it. Leave it out, or use a server that supports it (vLLM).",
+                    param=name,
+                )
+
+    async def _prompts(self, call: AgentCall) -> list[IntArray]:
+        """Return the prompt of each answer."""
+        given = (call.prompt, *call.more_prompts)
+
+        def prompt(value: Messages | IntArray) -> IntArray:
+            if isinstance(value, np.ndarray):
+                return value
+            if isinstance(value, str):
+                return self.text_prompt(value)
+            return self.chat_prompt(value, list(call.tools) or None)
+
+        # Not in a thread for ids, which need no tokenizer.
+        if all(isinstance(value, np.ndarray) for value in given):
+            prompts = [prompt(value) for value in given]
+        else:
+            prompts = await self.run(lambda: [prompt(value) for value in given])
+        return [each for each in prompts for _ in range(call.n)]
+
+    async def answers(self, call: AgentCall, origin: CallOrigin) -> list[AgentAnswer]:
+        """Answer a call.
+
+        Cancelling the task takes all answers out of the batch, as does the failure of one.
 
         Raises:
-            PromptTooLong: it cannot fit the context.
-            TokenError: it is neither a string nor a list of ids.
-        """
-        if isinstance(prompt, str):
-            self._check_size(len(prompt))
-            return self.renderer.encode_text(prompt)
-        if isinstance(prompt, list):
-            self._check_size(len(prompt), "ids", longest=1)
-        if not isinstance(prompt, list) or not all(
-            # Not `isinstance`: JSON's true would be id 1.
-            type(token) is int and 0 <= token < 2**31
-            for token in prompt
-        ):
-            raise TokenError("a prompt is neither a string nor a list of token ids.")
-        return np.array(prompt, np.int32)
-
-    async def sample(
-        self, prompts: Sequence[IntArray], sampling: SamplingParams, n: int = 1
-    ) -> list[EngineOutput]:
-        """Return `n` completions of each prompt in turn.
-
-        The first completion of each prompt has the given seed, the others have derived seeds.
-        Cancelling the task takes all of them out of the batch, as does the failure of one.
-
-        Raises:
+            RequestError: the call is not for this model, or has a setting that would be ignored.
             ModelError: as the engine's `submit` does.
             TokenError: a prompt is empty or has an id outside the vocabulary.
         """
+        self._check(call)
+        prompts, head = await self._prompts(call), self._head(call, origin)
         futures: list[Future[EngineOutput]] = []
         try:
-            for prompt in prompts:
-                for seed in choice_seeds(sampling.seed, n):
-                    request = GenerateRequest(prompt, replace(sampling, seed=seed))
-                    futures.append(self.engine.submit(request))
-            return list(await asyncio.gather(*map(asyncio.wrap_future, futures)))
+            for each, prompt in zip(call.singles(), prompts, strict=True):
+                futures.append(self.engine.submit(GenerateRequest(prompt, each.sampling)))
+            outputs = await asyncio.gather(*map(asyncio.wrap_future, futures))
         finally:
             for future in futures:
                 # Finished futures ignore it.
                 future.cancel()
+
+        def finished() -> list[AgentAnswer]:
+            return [
+                self._finished(head, call, index, prompts[index], output)
+                for index, output in enumerate(outputs)
+            ]
+
+        return finished() if call.options.get("only_ids") else await self.run(finished)
+
+    async def stream(
+        self, call: AgentCall, origin: CallOrigin
+    ) -> AsyncGenerator[AnswerHead | AnswerDelta | AgentAnswer, None]:
+        """Yield the head, a delta for every sampled token but the last, and each whole answer.
+
+        Closing the generator cancels the sampling. Raises as `answers`.
+        """
+        self._check(call)
+        prompts, head = await self._prompts(call), self._head(call, origin)
+        loop = asyncio.get_running_loop()
+        # One queue for all answers, so that deltas are sent in the order of sampling.
+        events: asyncio.Queue[tuple[_Streamed, SampledToken | Future[EngineOutput]]]
+        events = asyncio.Queue()
+
+        def put(answer: _Streamed, event: SampledToken | Future[EngineOutput]) -> None:
+            # From the engine's thread; RuntimeError: the loop is closed.
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(events.put_nowait, (answer, event))
+
+        futures: list[Future[EngineOutput]] = []
+        try:
+            for index, each in enumerate(call.singles()):
+                prompt = prompts[index]
+                report = partial(put, _Streamed(self, call, index, prompt))
+                request = GenerateRequest(prompt, each.sampling)
+                futures.append(self.engine.submit(request, report))
+                # Called after the last token, in the same thread.
+                futures[-1].add_done_callback(report)
+            yield head
+            num_open = len(futures)
+            while num_open:
+                answer, event = await events.get()
+                if isinstance(event, SampledToken):
+                    yield answer.delta(event)
+                    continue
+                num_open -= 1
+                whole = self._finished(head, call, answer.index, answer.prompt, event.result())
+                yield whole.after("".join(answer.reasoning), "".join(answer.content))
+        finally:
+            for future in futures:
+                future.cancel()
+
+    def _head(self, call: AgentCall, origin: CallOrigin) -> AnswerHead:
+        name = call.options.get("request_id") or origin.request_id or secrets.token_hex(12)
+        return AnswerHead(name, self.name, int(time.time()))
+
+    def _finished(
+        self, head: AnswerHead, call: AgentCall, index: int, prompt: IntArray, output: EngineOutput
+    ) -> AgentAnswer:
+        reason, text = output.finish_reason, ""
+        if not call.options.get("only_ids"):
+            text = self.text(output)
+        message: ChatMessage = {"role": "assistant", "content": text}
+        if call.message_type == "chat":
+            parsed = self.renderer.parse_text(text, reason, call.tools or None)
+            message, reason = parsed.message, parsed.finish_reason
+        response = ModelResponse(
+            message,
+            text,
+            reason,
+            prompt,
+            output.completion_ids,
+            self.logprobs_of(output),
+            output.versions,
+            call.sampling.temperature,
+            routed_experts=output.routed_experts,
+        )
+        return AgentAnswer(
+            head,
+            message,
+            reason,
+            response,
+            stop=output.stop,
+            num_prompt_tokens=len(prompt),
+            num_completion_tokens=len(output.completion_ids),
+            num_cached_tokens=output.num_cached_tokens,
+            options=call.options,
+            decode=self.renderer.decode,
+            index=index,
+        )
 
     def text(self, output: EngineOutput) -> str:
         """Return an answer's text without the stop string or token that ended it."""
@@ -157,13 +336,6 @@ class ServedModel:
         if isinstance(output.stop, str):
             return self.renderer.decode(output.completion_ids).partition(output.stop)[0]
         return self.renderer.decode(output.completion_ids[:-1])
-
-    def message(
-        self, output: EngineOutput, tools: Sequence[ToolSchema] | None
-    ) -> tuple[ChatMessage, FinishReason]:
-        """Return an answer as a message, and its finish reason."""
-        parsed = self.renderer.parse_text(self.text(output), output.finish_reason, tools)
-        return parsed.message, parsed.finish_reason
 
     def logprobs_of(self, output: EngineOutput | SampledToken) -> FloatArray:
         """Return the logprobs of an answer's tokens, or of a single token, float32 `[_C]`."""
@@ -174,6 +346,8 @@ class ServedModel:
         values = output.logprobs if processed else output.raw_logprobs
         assert values is not None
         return values
+
+    # -- weights and the end -----------------------------------------------------------------------
 
     async def pause(self) -> None:
         """Stop decoding until `resume`; requests are kept."""
@@ -233,14 +407,28 @@ class ServedModel:
         self._worker.shutdown(wait=False, cancel_futures=True)
 
 
-def choice_seeds(seed: int | None, n: int) -> list[int | None]:
-    """Return a seed per choice: the given seed, then seeds derived from it.
+class _Streamed:
+    """The deltas of one streamed answer."""
 
-    >>> choice_seeds(None, 2), choice_seeds(7, 1)
-    ([None, None], [7])
-    """
-    if seed is None:
-        return [None] * n
-    # Not `seed + index`, which would give requests with neighbouring seeds the same answers.
-    derived = [np.random.SeedSequence([seed % 2**64, index]) for index in range(1, n)]
-    return [seed, *(int(sequence.generate_state(1, np.uint64)[0]) for sequence in derived)]
+    def __init__(self, served: ServedModel, call: AgentCall, index: int, prompt: IntArray) -> None:
+        self._served, self.index, self.prompt = served, index, prompt
+        self.reasoning, self.content = list[str](), list[str]()
+        self._parts: list[ChatMessage] = []
+        self._tokens: TokenListener | None = None
+        if not call.options.get("only_ids"):
+            tools = call.tools or None
+            asked = ModelCall(call.prompt, call.sampling, tools=tools, on_delta=self._parts.append)
+            self._tokens = TokenListener(served.renderer, asked)
+
+    def delta(self, token: SampledToken) -> AnswerDelta:
+        """Return the delta for one more token."""
+        self._parts.clear()
+        if self._tokens is not None:
+            self._tokens.take(token.id)
+        new = self._parts[0] if self._parts else {}
+        reasoning, content = new.get("reasoning_content", ""), new.get("content", "")
+        self.reasoning.append(reasoning)
+        self.content.append(content)
+        ids, values = np.array([token.id], np.int32), self._served.logprobs_of(token)
+        tokens = DeltaTokens(ids, values, self.prompt, self._served.renderer.decode)
+        return AnswerDelta(reasoning, content, (), self.index, tokens)

@@ -312,8 +312,8 @@ class RolloutAudit:
         for name, column, stored in zip(_COMPARED, *values, strict=True):
             if is_equal(column, stored) or (name in _NUMBERS and _same(column, stored)):
                 continue
-            # Of an object, the column has the text, and the record only the type.
-            if str(stored).startswith(f"{Opaque.__name__}(type="):
+            # Of an object, the record has only the type, and the column perhaps more.
+            if f"{Opaque.__name__}(type=" in str(stored):
                 continue
             if name in _LABELS and REDACTED in f"{column}{stored}":
                 continue

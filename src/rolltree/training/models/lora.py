@@ -136,10 +136,10 @@ def _is_linear(module: Any) -> bool:
     try:
         given = torch.linspace(-1, 1, module.in_features).to(module.weight)[None]
         wanted = functional.linear(given, module.weight, module.bias)
-        found = module(given)
+        computed = module(given)
     except Exception:  # noqa: BLE001  (a module is a program, and this one is unknown)
         return False
-    return isinstance(found, Tensor) and torch.allclose(found, wanted, rtol=1e-3, atol=1e-5)
+    return isinstance(computed, Tensor) and torch.allclose(computed, wanted, rtol=1e-3, atol=1e-5)
 
 
 @torch.no_grad()
@@ -184,14 +184,14 @@ def _probe(model: Any) -> Tensor:
 
 def _expert_weights(model: Any) -> dict[str, str]:
     """Return the tensors `[num_experts, ...]` of experts by full name, with their short names."""
-    found = {}
+    weights = {}
     for path, module in model.named_modules():
         num_experts = getattr(module, "num_experts", None)
         for name, tensor in module.named_parameters(recurse=False):
             if num_experts and num_experts > 1 and tensor.shape[:-2] == (num_experts,):
                 own = path.rpartition(".")[2] if name == "weight" else name
-                found[f"{path}.{name}"] = own
-    return found
+                weights[f"{path}.{name}"] = own
+    return weights
 
 
 def _is_conv1d(module: Any) -> bool:
@@ -218,11 +218,11 @@ def unwrapped(model: Any) -> Any:
     is_wrapped = hasattr(model, "get_base_model")
     if not is_wrapped and not is_adapted(model):
         return model
-    found = dict(model.peft_config)
-    config = found.get(ADAPTER)
+    configs = dict(model.peft_config)
+    config = configs.get(ADAPTER)
     base = model.get_base_model() if is_wrapped else model
     wrong = [
-        *(["several adapters"] if len(found) > 1 else []),
+        *(["several adapters"] if len(configs) > 1 else []),
         *([f"no adapter called {ADAPTER!r}"] if config is None else []),
         *([f"an adapter of type {config.peft_type}"] if config and not _is_lora(config) else []),
         *(
@@ -366,7 +366,7 @@ def adapted_modules(model: Any) -> dict[str, Any]:
     adapters: dict[int, list[Any]] = {}
     for name, tensor in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(tensor), []).append(name)
-    found: dict[str, Any] = {}
+    modules: dict[str, Any] = {}
     for path, module in model.named_modules():
         if ADAPTER not in getattr(module, "lora_A", {}):
             continue
@@ -378,7 +378,7 @@ def adapted_modules(model: Any) -> dict[str, Any]:
         if shape[-2:] != tuple(sides):
             raise ConfigError(f"peft made an adapter for {path} that does not fit {shape}.")
         # `named_parameters` lists a tied weight once, under its first name.
-        found.setdefault(names[id(tensor)][0], module)
+        modules.setdefault(names[id(tensor)][0], module)
     for tensor_id, made in adapters.items():
         own = [name.replace(_BELOW, "") for name in names[tensor_id]]
         if len(made) != len(own) or any(adapter is not made[0] for adapter in made):
@@ -387,7 +387,7 @@ def adapted_modules(model: Any) -> dict[str, Any]:
                 f"({', '.join(own[1:]) or 'with two adapters'}), so an adapter of one of them "
                 "cannot be added to it. Leave it out of model.lora_targets, or name all of them."
             )
-    return found
+    return modules
 
 
 @contextmanager

@@ -73,7 +73,7 @@ class Ranks:
         """Whether this is rank 0."""
         return self.rank == 0
 
-    def tell(self, name: str, data: Mapping[str, Any] | None = None) -> None:
+    def send(self, name: str, data: Mapping[str, Any] | None = None) -> None:
         """Send a command to all other ranks; only rank 0 may call it.
 
         Raises:
@@ -87,7 +87,7 @@ class Ranks:
             # Not `bytes`: torch warns about read-only buffers.
             dist.broadcast(torch.frombuffer(bytearray(content), dtype=torch.uint8), 0, self.group)
 
-    def hear(self) -> Command:
+    def receive(self) -> Command:
         """Wait for rank 0's next command.
 
         Raises:

@@ -7,7 +7,7 @@ dropout, layer drop and router noise, which the engine that sampled did not have
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from rolltree.inference.local.routing import replace_forward
 from rolltree.values.errors import ConfigError
 
 _TOLERANCE = 1e-3
@@ -24,10 +25,10 @@ _TOLERANCE = 1e-3
 
 def outermost(module: nn.Module, wanted: Callable[[nn.Module], bool]) -> list[nn.Module]:
     """Return the wanted modules inside a module, without those inside another wanted one."""
-    found: list[nn.Module] = []
+    modules: list[nn.Module] = []
     for child in module.children():
-        found += [child] if wanted(child) else outermost(child, wanted)
-    return found
+        modules += [child] if wanted(child) else outermost(child, wanted)
+    return modules
 
 
 def recomputable_layers(model: Any) -> list[nn.Module]:
@@ -41,18 +42,10 @@ def recomputation(model: Any) -> Iterator[None]:
 
     Only the layers of `model` are changed, and only while the context is open.
     """
-    layers = recomputable_layers(model)
-    before = [layer.__dict__.get("forward") for layer in layers]
-    for layer in layers:
-        layer.forward = partial(_recomputed, layer.forward)
-    try:
+    with ExitStack() as held:
+        for layer in recomputable_layers(model):
+            held.callback(replace_forward(layer, partial(_recomputed, layer.forward)))
         yield
-    finally:
-        for layer, forward in zip(layers, before, strict=True):
-            if forward is None:
-                del layer.forward
-            else:
-                layer.forward = forward
 
 
 def _recomputed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -114,8 +107,8 @@ def _probe(model: Any, hidden: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
 
     hook = model.get_input_embeddings().register_forward_hook(leaf)
     try:
-        found = hidden()
-        (gradient,) = torch.autograd.grad(found.float().square().sum(), inputs[:1])
+        states = hidden()
+        (gradient,) = torch.autograd.grad(states.float().square().sum(), inputs[:1])
     finally:
         hook.remove()
-    return found.detach(), gradient
+    return states.detach(), gradient

@@ -103,8 +103,8 @@ class RecurrenceLayout:
             # What a convolution over the flat row reads; below 0 it reads padding.
             plain = index[:, None] - np.arange(width)[::-1]
             moved = np.flatnonzero((np.maximum(plain, -1) != ancestors).any(1))
-            found = np.where(ancestors[moved] >= 0, ancestors[moved], count)
-            self._taps[width] = (self._to(moved), self._to(found))
+            sources = np.where(ancestors[moved] >= 0, ancestors[moved], count)
+            self._taps[width] = (self._to(moved), self._to(sources))
         return self._taps[width]
 
     def chunks(self, size: int) -> Chunks:
@@ -189,13 +189,13 @@ def parents(subtree_end: NDArray[np.int32]) -> LongArray:
     ends = subtree_end.tolist()
     # A token's parent is the token before it. After a leaf, it is the nearest token up the path
     # whose subtree is not over yet.
-    found = list(range(-1, len(ends) - 1))
+    parent = list(range(-1, len(ends) - 1))
     for before in np.flatnonzero(subtree_end[:-1] <= np.arange(1, len(ends))).tolist():
         token, above = before + 1, before
         while above >= 0 and ends[above] <= token:
-            above = found[above]
-        found[token] = above
-    return np.array(found, np.int64)
+            above = parent[above]
+        parent[token] = above
+    return np.array(parent, np.int64)
 
 
 def chunk_starts(parent: LongArray, size: int) -> LongArray:

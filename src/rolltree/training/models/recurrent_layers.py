@@ -12,8 +12,8 @@ from typing import Any
 
 KERNELS = {
     "causal_conv1d_fn": "convolution",
-    "torch_chunk_gated_delta_rule": "gated_delta_rule",
-    "chunk_kimi_delta_attention": "kimi_delta_attention",
+    "torch_chunk_gated_delta_rule": "delta_rule",
+    "chunk_kimi_delta_attention": "delta_rule",
     "mamba2_chunk_scan": "state_space",
     "mamba2_split_conv1d_scan_combined": "not_fused",
     "mamba_selective_scan": "selective_scan",

@@ -68,13 +68,13 @@ class Replay:
         Raises:
             TrainingError: they do not fit this model.
         """
-        found = forest.routed_experts
-        if found is None:
+        recorded = forest.routed_experts
+        if recorded is None:
             return None
-        bad, why = self.foreign(found)
+        bad, why = self.foreign(recorded)
         if bad.any():
             raise TrainingError(why)
-        return torch.from_numpy(found).to(device)
+        return torch.from_numpy(recorded).to(device)
 
     def foreign(self, values: Any) -> tuple[BoolArray, str]:
         """Return which tokens `[_T]` have experts that are not this model's, and why the first."""
@@ -182,12 +182,14 @@ class Replay:
         unknown = np.full_like(own, -1)
         try:
             with self.installed():
-                found = [hidden(torch.from_numpy(e).to(ids.device)) for e in (own, unknown, others)]
-                if self._num_replayed != len(found) * len(self._routers.each):
+                replays = [
+                    hidden(torch.from_numpy(e).to(ids.device)) for e in (own, unknown, others)
+                ]
+                if self._num_replayed != len(replays) * len(self._routers.each):
                     raise self._refusal("it does not hand the keyword on to all of its layers")
         except (TypeError, ValueError, RuntimeError, TrainingError) as error:
             raise self._refusal(f"a probe failed ({error})") from error
-        same, untouched, changed = found
+        same, untouched, changed = replays
         scale = float(plain.abs().max())
         # A GPU may add up in a different order each time.
         limit = 0.0 if ids.device.type == "cpu" else 1e-3 * scale

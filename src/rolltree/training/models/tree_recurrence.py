@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import pairwise
 from types import FunctionType
@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn.functional import conv1d, silu, softplus
 from transformers.activations import ACT2FN
 
+from rolltree.inference.local.routing import replace_forward
 from rolltree.training.models.recurrence_layout import Chunks, RecurrenceLayout
 from rolltree.training.models.recurrent_layers import KERNELS, mixing_functions, recurrent_layers
 from rolltree.values.errors import TrainingError
@@ -69,8 +70,8 @@ class _Between(torch.autograd.Function):
 
 def _gather(rows: Tensor, chunks: Chunks) -> Tensor:
     """Return float rows by chunk and head: `[_T, _H, ...]` -> `[_N, _H, _C, ...]`."""
-    found: Tensor = _Gather.apply(rows, chunks)  # type: ignore[no-untyped-call]
-    return found.transpose(1, 2)
+    gathered: Tensor = _Gather.apply(rows, chunks)  # type: ignore[no-untyped-call]
+    return gathered.transpose(1, 2)
 
 
 def linear_attention(
@@ -104,7 +105,7 @@ def linear_attention(
     """
     chunks = layout.chunks(size)
     q, k, v = (_gather(rows, chunks) for rows in (query, key, value))
-    heads = partial(_repeat, count=v.shape[1] // q.shape[1])
+    per_group = v.shape[1] // q.shape[1]
     per_head = log_decay.ndim == 2
     decay = _gather(log_decay[..., None] if per_head else log_decay, chunks)
     # Sums over a chunk reach hundreds while the difference that counts is near 0 (design/0021).
@@ -116,6 +117,9 @@ def linear_attention(
     between: Tensor = _Between.apply(  # type: ignore[no-untyped-call]
         total, chunks.seen[:, None, :, :, None], v.dtype
     )
+
+    def heads(rows: Tensor) -> Tensor:
+        return rows.repeat_interleave(per_group, 1) if per_group > 1 else rows
 
     def products(left: Tensor, right: Tensor) -> Tensor:
         # The heads of a group share queries and keys, so multiply them once per group.
@@ -151,10 +155,6 @@ def linear_attention(
         further = (heads(q[later:]) * grown[later:]) @ state
         out = torch.cat([out[:later], out[later:] + further])
     return out.transpose(1, 2).flatten(0, 1).index_select(0, chunks.place)
-
-
-def _repeat(heads: Tensor, count: int) -> Tensor:
-    return heads.repeat_interleave(count, 1) if count > 1 else heads
 
 
 def _scan(
@@ -207,7 +207,7 @@ def _unit(rows: Tensor) -> Tensor:
     return rows * torch.rsqrt((rows * rows).sum(-1, keepdim=True) + 1e-6)
 
 
-def gated_delta_rule(
+def delta_rule(
     layout: RecurrenceLayout,
     query: Tensor,
     key: Tensor,
@@ -218,12 +218,16 @@ def gated_delta_rule(
     use_qk_l2norm_in_kernel: bool = False,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Return what the kernel of Qwen3-Next's layers returns, with one decay per head."""
+    """Return what the kernels of Qwen3-Next's layers and of Kimi's return.
+
+    The first have one decay per head, the others one per channel.
+    """
     q, k, v, decay, rate = _exact(query, key, value, g, beta)
     if use_qk_l2norm_in_kernel:
         q, k = _unit(q), _unit(k)
+    size = CHUNK if decay.ndim == 2 else CHANNEL_CHUNK
     with _float32(query):
-        out = linear_attention(q * q.shape[-1] ** -0.5, k, v, decay, rate, layout)
+        out = linear_attention(q * q.shape[-1] ** -0.5, k, v, decay, rate, layout, size)
     return out[None].to(query.dtype), None
 
 
@@ -255,26 +259,6 @@ def convolution(
     if activation is not None:
         out = ACT2FN[activation](out)
     return out.to(hidden_states.dtype)
-
-
-def kimi_delta_attention(
-    layout: RecurrenceLayout,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    g: Tensor,
-    beta: Tensor,
-    use_qk_l2norm_in_kernel: bool = False,
-    **_: Any,
-) -> tuple[Tensor, None]:
-    """Return what the kernel of Kimi's layers returns, with one decay per channel."""
-    q, k, v, decay, rate = _exact(query, key, value, g, beta)
-    if use_qk_l2norm_in_kernel:
-        q, k = _unit(q), _unit(k)
-    with _float32(query):
-        out = linear_attention(q * q.shape[-1] ** -0.5, k, v, decay, rate, layout, CHANNEL_CHUNK)
-    return out[None].to(query.dtype), None
 
 
 def state_space(
@@ -355,15 +339,15 @@ def _over_forest(kind: Any, layout: RecurrenceLayout) -> Any:
     swapped = {name: partial(globals()[KERNELS[name]], layout) for name in called}
     # Copy the function with different globals, because all models of this class share those of
     # its file.
-    found = FunctionType(
+    function = FunctionType(
         forward.__code__,
         {**forward.__globals__, **swapped},
         forward.__name__,
         forward.__defaults__,
         forward.__closure__,
     )
-    found.__kwdefaults__ = forward.__kwdefaults__
-    return found
+    function.__kwdefaults__ = forward.__kwdefaults__
+    return function
 
 
 @contextmanager
@@ -374,28 +358,20 @@ def tree_recurrence(model: Any, active: Callable[[], bool]) -> Iterator[None]:
     does not get the layout must not run.
     """
     layers = recurrent_layers(model)
-    before = [vars(layer).get("forward") for layer in layers]
     last = _LastLayout()
     # Mamba's and Jamba's blocks do not pass the keyword on to their mixer, so hooks on the modules
     # around it record the layout (design/0021).
     inside = {id(layer) for layer in layers}
     paths = [name.split(".") for name, layer in model.named_modules() if id(layer) in inside]
     around = {".".join(path[:count]) for path in paths for count in range(len(path))}
-    hooks = [
-        model.get_submodule(name).register_forward_pre_hook(last.read, with_kwargs=True)
-        for name in around
-    ]
-    for layer in layers:
-        layer.forward = _patched(layer, layer.forward, last, active)
-    try:
+    with ExitStack() as held:
+        for name in around:
+            module = model.get_submodule(name)
+            hook = module.register_forward_pre_hook(last.read, with_kwargs=True)
+            held.callback(hook.remove)
+        for layer in layers:
+            held.callback(replace_forward(layer, _patched(layer, layer.forward, last, active)))
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-        for layer, forward in zip(layers, before, strict=True):
-            del layer.forward
-            if forward is not None:
-                layer.forward = forward
 
 
 class _LastLayout:
