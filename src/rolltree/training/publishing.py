@@ -246,7 +246,7 @@ class Publisher:
     ) -> _Differences:
         """Probe one client; if the result looks wrong, sample more and judge all tries together.
 
-        `hooks` decide which answers count. `is_old`: the client may serve weights from before the step.
+        `hooks` decide which answers count. `is_old`: it may serve the weights from before the step.
         """
         # A server that was away at the first publish is judged by the others' noise.
         noise = self._noise.get(client, max(self._noise.values(), default=None))
