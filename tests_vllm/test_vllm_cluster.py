@@ -8,8 +8,7 @@ import vllm_kit
 from test_vllm_away import FLAGS
 
 import rolltree as rt
-from rolltree.inference import RetryPolicy, served_version
-from rolltree.scale.server_client import TrainedServer
+from rolltree.inference import OpenAIClient, RetryPolicy, served_version
 from rolltree.store import Run
 from rolltree.training import Silent, build_parts, load_train_config, open_run, run_training
 
@@ -58,7 +57,7 @@ class Notices(Silent):
 
 def joining(old, url):
     """Return a client of another engine like that of `old`."""
-    return TrainedServer(
+    return OpenAIClient(
         url,
         "m",
         renderer=old.renderer,

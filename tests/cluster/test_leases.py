@@ -23,7 +23,7 @@ def leases(*item_ids, cost=1):
 
 
 def poll(table, worker="w", life="1", slots=4, have=()):
-    drop = table.hear(worker, life, slots, list(have))
+    drop = table.poll(worker, life, slots, list(have))
     return [lease.item_id for lease in table.take(worker, slots - len(have))], drop
 
 
@@ -59,7 +59,7 @@ def test_a_worker_that_the_driver_does_not_see_is_lost_sooner():
 def test_a_new_life_of_a_worker_has_nothing_of_the_old_one():
     table, _ = leases("a")
     assert poll(table, life="1")[0] == ["a"]
-    found = table.hear("w", "2", 4, [])
+    found = table.poll("w", "2", 4, [])
     assert found == []
     (lease,) = table.take("w", 4)
     assert (lease.item_id, lease.attempt, lease.content) == ("a", 2, "play a")
@@ -137,7 +137,7 @@ class Orders(RuleBasedStateMachine):
     @rule(worker=st.sampled_from("uv"), slots=st.integers(0, 3), is_lost=st.booleans())
     def poll(self, worker, slots, is_lost):
         have = self.has[worker]
-        dropped = self.table.hear(worker, str(self.lives[worker]), slots, sorted(have))
+        dropped = self.table.poll(worker, str(self.lives[worker]), slots, sorted(have))
         have -= set(dropped)
         leased = self.table.take(worker, slots - len(have))
         if not is_lost:
@@ -179,7 +179,7 @@ class Orders(RuleBasedStateMachine):
         self.clock.now += 40.0
         self.wait(0.0)
         for _ in range(3 * self.num_offered):
-            self.table.hear("last", "1", 2, [])
+            self.table.poll("last", "1", 2, [])
             for lease in self.table.take("last", 2):
                 self.table.claim(lease.item_id)
                 self.table.settle(lease.item_id, True)

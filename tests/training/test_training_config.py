@@ -214,3 +214,10 @@ def test_settings_and_credit_are_read_without_torch():
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
     )
     assert done.stdout == "False\n"
+
+
+def test_a_cluster_refuses_the_number_of_rollouts_that_it_does_not_read():
+    workers = {"slots_per_worker": 32, "rollout_workers": 8}
+    load_train_config({"cluster": workers})
+    with pytest.raises(ConfigError, match=r"engine\.max_concurrent.*cluster\.slots_per_worker"):
+        load_train_config({"cluster": workers, "engine": {"max_concurrent": 256}})

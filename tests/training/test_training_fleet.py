@@ -9,10 +9,9 @@ import server_away_kit as kit
 from loop_kit import start
 from serve_kit import ADMIN_TOKEN, TOKEN
 
-from rolltree.inference import EndpointPool
+from rolltree.inference import EndpointPool, OpenAIClient
 from rolltree.inference.retry import RetryPolicy
 from rolltree.scale import servers
-from rolltree.scale.server_client import TrainedServer
 from rolltree.scale.servers import Servers
 from rolltree.training import build_parts
 from rolltree.values.errors import ConnectionFailed, PublishFailed, TrainingError
@@ -24,7 +23,7 @@ def token(monkeypatch):
     monkeypatch.setenv("SERVE_ADMIN_TOKEN", ADMIN_TOKEN)
 
 
-class Mine(TrainedServer):
+class Mine(OpenAIClient):
     """A server of which nothing exists but what it says."""
 
     label, up, version = "default", True, -1
@@ -32,8 +31,9 @@ class Mine(TrainedServer):
     def __init__(self, port):
         super().__init__(f"http://a:{port}/v1", "m", retry=RetryPolicy(max_retries=0))
 
-    async def is_up(self):
-        return self.up
+    async def check_health(self):
+        if not self.up:
+            raise ConnectionFailed("gone")
 
 
 class Recorder:
@@ -79,7 +79,7 @@ async def fleet(monkeypatch):
         return made
 
     monkeypatch.setattr(servers, "served_version", label)
-    monkeypatch.setattr(servers, "_WAITS", RetryPolicy(first_wait_s=0.001, max_wait_s=0.002))
+    monkeypatch.setattr(servers, "WHILE_AWAY", RetryPolicy(first_wait_s=0.001, max_wait_s=0.002))
     first, second = server(1), server(2)
     pool = EndpointPool([first, second])
     made = Servers([first, second], Recorder(), pool=pool)
@@ -100,7 +100,7 @@ class TestMembers:
 
         async def probe(client, version):
             assert client.label == str(version)
-            assert client.is_suspect  # no call yet
+            assert fleet.states[client].is_suspect  # no call yet
             probed.append((client, version))
 
         fleet.probe = probe
@@ -117,7 +117,7 @@ class TestMembers:
         assert fleet.said == ["http://a:5 has joined, with version 3."]
         async with fleet.paused():
             await fleet.publish(4)
-        assert fleet._way.sent[-1][0] == {*fleet._watched}
+        assert fleet._way.sent[-1][0] == {*fleet.states}
         assert new.label == "4"
 
     async def test_one_that_serves_other_weights_is_dropped(self, fleet):
@@ -136,7 +136,7 @@ class TestMembers:
             await fleet.ready(new)
 
     async def test_one_that_refuses_a_publish_is_dropped_and_the_last_ends_the_run(self, fleet):
-        first, second = fleet._watched
+        first, second = fleet.states
         fleet._way.refusing = {second}
         async with fleet.paused():
             await fleet.publish(4)
@@ -149,7 +149,7 @@ class TestMembers:
                 await fleet.publish(5)
 
     async def test_one_that_leaves_gets_no_more_calls(self, fleet):
-        first, second = fleet._watched
+        first, second = fleet.states
         stay = fleet._pool.endpoints[0]
         fleet.remove(first)
         assert fleet._way.forgotten == [first]
@@ -163,10 +163,10 @@ class TestMembers:
         assert fleet._way.sent[-1] == ({second}, 4)
 
     async def test_the_last_one_stays_until_another_comes(self, fleet):
-        first, second = fleet._watched
+        first, second = fleet.states
         fleet.remove(first)
         second.up = False
-        second.is_suspect = True
+        fleet.states[second].is_suspect = True
         fleet.remove(second)
         assert fleet._pool.clients == [second]
         call = asyncio.create_task(fleet.ready(second))
@@ -180,7 +180,7 @@ class TestMembers:
         assert await fleet.ready(new) == 0.0
 
     async def test_one_that_leaves_during_a_publish_is_not_missed(self, fleet):
-        first, second = fleet._watched
+        first, second = fleet.states
         fleet._way.refusing = {second}
         send = fleet._way.send
 
@@ -214,7 +214,7 @@ def test_a_server_joins_and_the_first_one_is_killed(model, tmp_path):
         def join():
             options = {"api_key": TOKEN, "admin_key": ADMIN_TOKEN, "token_ids": "vllm"}
             old = parts.client.clients[0]
-            new = TrainedServer(
+            new = OpenAIClient(
                 second.url,
                 "m",
                 renderer=old.renderer,

@@ -35,8 +35,9 @@ from rolltree.environments.lifecycle import (
 from rolltree.environments.openai_view import openai_view
 from rolltree.environments.parsers import Parser
 from rolltree.environments.rubrics import Rubric, as_rubric
+from rolltree.inference.call import sampling_info
 from rolltree.inference.client import as_client, policy_version, sampling_from_args
-from rolltree.inference.client_base import ClientBase, annotate_sampling
+from rolltree.inference.client_base import ClientBase
 from rolltree.rollouts import derive_seed, merge_args
 from rolltree.rollouts.requests import current_episode
 from rolltree.tokens import Trajectory, record_call
@@ -389,7 +390,7 @@ class Environment(BatchRunner):
         made = parse_response(
             response, self.message_type, temperature=sampling.temperature, version=request[1]
         )
-        return annotate_sampling(made, sampling)
+        return made.annotated(**sampling_info(sampling))
 
     # What is written when a rollout ends
 

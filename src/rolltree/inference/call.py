@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from rolltree.inference.request_fields import distribution_changes
 from rolltree.tokens import TokenTree, routing_streams
 from rolltree.tokens.buffers import UnusableLogprobs
 from rolltree.values.types import (
@@ -82,16 +83,16 @@ class ModelCall:
 class DeltaListener:
     """A call's `on_delta`, and whether it was called: deltas cannot be taken back."""
 
-    __slots__ = ("_tell", "was_told")
+    __slots__ = ("_pass_on", "has_begun")
 
-    def __init__(self, tell: Callable[[ChatMessage], None]) -> None:
-        self._tell, self.was_told = tell, False
+    def __init__(self, on_delta: Callable[[ChatMessage], None]) -> None:
+        self._pass_on, self.has_begun = on_delta, False
 
     def __call__(self, delta: ChatMessage) -> None:
         """Pass a delta on, unless it is empty."""
         if delta.get("content") or delta.get("reasoning_content"):
-            self.was_told = True
-            self._tell(delta)
+            self.has_begun = True
+            self._pass_on(delta)
 
 
 @dataclass(slots=True)
@@ -225,9 +226,24 @@ def record_of(
         wait_s=answer.wait_s,
         sent_s=call.sent_s,
         time_s=round(time.monotonic() - call.began_s, 6) if call.began_s else 0.0,
-        info=answer.info,
+        info={**answer.info, **sampling_info(call.sampling)},
         id=answer.id,
         model=answer.model,
         routed_experts=answer.routed_experts,
         place=place,
     )
+
+
+def sampling_info(sampling: SamplingParams) -> dict[str, Any]:
+    """Return settings that changed the distribution, as `info["sampling"]` of a record.
+
+    Training leaves such calls out of the loss: it computes probabilities under the full softmax.
+    """
+    changes = distribution_changes(sampling)
+    if not changes:
+        return {}
+    # `info` is stored as JSON.
+    plain = (bool, int, float, str)
+    return {
+        "sampling": {k: v if isinstance(v, plain) else repr(v)[:80] for k, v in changes.items()}
+    }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache, lru_cache
 from reprlib import repr as shown
 from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
@@ -102,6 +102,13 @@ def as_client(client: object, model: str | None = None) -> ModelClient:
     )
 
 
+def with_inner(client: object) -> Iterator[Any]:
+    """Yield a client and all behind it: those of a pool, or the one that gets its calls."""
+    yield client
+    for part in getattr(client, "clients", ()):
+        yield from with_inner(part)
+
+
 def check_tools(client: object, tools: Sequence[ToolSchema] | None) -> None:
     """Check that prompts which are rendered here show the model its tools.
 
@@ -110,12 +117,10 @@ def check_tools(client: object, tools: Sequence[ToolSchema] | None) -> None:
     Raises:
         ConfigError: a chat template leaves the tools out.
     """
-    # Go down to the clients that render, through all that are in front of them.
-    for part in getattr(client, "clients", ()):
-        check_tools(part, tools)
-    renderer = getattr(client, "renderer", None)
-    if renderer is not None:
-        check_shown_tools(renderer, tools, getattr(client, "model", "the model"))
+    for part in with_inner(client):
+        renderer = getattr(part, "renderer", None)
+        if renderer is not None:
+            check_shown_tools(renderer, tools, getattr(part, "model", "the model"))
 
 
 def check_shown_tools(
@@ -140,8 +145,7 @@ def answers_for_all(client: object) -> bool:
 
     The clients behind one that passes calls on are checked, too.
     """
-    own = bool(getattr(client, "answers_for_all", False))
-    return own or any(answers_for_all(part) for part in getattr(client, "clients", ()))
+    return any(getattr(part, "answers_for_all", False) for part in with_inner(client))
 
 
 _IN_BODY = ("top_k", "stop_token_ids")

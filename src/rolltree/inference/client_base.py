@@ -1,30 +1,22 @@
-"""The base of model clients: `chat` and `generate`, sessions with memory, and delegation.
+"""What model clients share: `chat` and `generate`, sessions with memory, and delegation.
 
-A client of a model implements `respond`; `TokenClient` (prompts rendered here, ids sent) and
-`message_session.MessageClient` (messages sent) do most of it. A client in front of another one is a
-`DelegatingClient`.
+A client of a model is a `RootClient` and implements `respond`. What goes around a client (limits,
+seeds, budgets, faults) is a `DelegatingClient`.
 """
 
 from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Coroutine, Sequence
 from reprlib import repr as shown
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import numpy as np
 
-from rolltree.inference.call import DEFAULT_SAMPLING, Answer, ModelCall
-from rolltree.inference.chat import ChatRenderer
+from rolltree.inference.call import DEFAULT_SAMPLING, ModelCall
 from rolltree.inference.client import ModelClient, policy_version, sampling_from_args
-from rolltree.inference.request_fields import distribution_changes
-from rolltree.inference.session import (
-    Prompt,
-    TokenSession,
-    num_characters,
-    without_ids,
-)
+from rolltree.inference.session import TokenSession, without_ids
 from rolltree.values.errors import ConfigError, UnsupportedSetting
 from rolltree.values.types import (
     GenerateRequest,
@@ -35,9 +27,6 @@ from rolltree.values.types import (
     SamplingParams,
     ToolSchema,
 )
-
-if TYPE_CHECKING:
-    from rolltree.inference.engine import SampledToken
 
 MemoryT = TypeVar("MemoryT")
 
@@ -153,7 +142,7 @@ class RootClient(ClientBase, Generic[MemoryT]):
 
     async def call(self, call: ModelCall) -> ModelResponse:
         """Make one call, without memory of earlier ones."""
-        return annotate_sampling(await self.respond(call, self.new_memory()), call.sampling)
+        return await self.respond(call, self.new_memory())
 
     def recall(self, call: ModelCall, response: ModelResponse, memory: MemoryT) -> ModelResponse:
         """Add a call that was made elsewhere to a session's memory; see `Session.remember`."""
@@ -179,9 +168,9 @@ class Session(DelegatingClient, Generic[MemoryT]):
         # Ids depend on the model, not on the server.
         return Session(client, self._memory)
 
-    async def call(self, call: ModelCall) -> ModelResponse:
+    def call(self, call: ModelCall) -> Coroutine[Any, Any, ModelResponse]:
         """Make one call, which continues an earlier one if possible."""
-        return annotate_sampling(await self._client.respond(call, self._memory), call.sampling)
+        return self._client.respond(call, self._memory)
 
     def remember(self, call: ModelCall, response: ModelResponse) -> ModelResponse:
         """Record a call that was made and answered elsewhere, such as one in a stored run.
@@ -193,65 +182,6 @@ class Session(DelegatingClient, Generic[MemoryT]):
         if isinstance(call.prompt, np.ndarray):
             return response
         return self._client.recall(call, response, self._memory)
-
-
-class TokenClient(RootClient[TokenSession]):
-    """A client that renders prompts itself and requests completions of exact ids."""
-
-    renderer: ChatRenderer
-
-    @property
-    def max_context(self) -> int | None:
-        """The most tokens of a prompt and its completion, if it is known before a request."""
-        return None
-
-    def new_memory(self) -> TokenSession:
-        """Return the empty memory of a new session."""
-        return TokenSession(self.renderer)
-
-    @abstractmethod
-    async def sample(
-        self, request: GenerateRequest, on_token: Callable[[SampledToken], None] | None = None
-    ) -> Answer:
-        """Sample one completion after exactly `request.prompt_ids`.
-
-        A client that sees tokens as they are sampled calls `on_token` with each, from any thread.
-        """
-
-    async def respond(self, call: ModelCall, memory: TokenSession) -> ModelResponse:
-        """Sample a completion of the prompt; a prompt of ids is not remembered."""
-        if isinstance(call.prompt, np.ndarray):
-            memory, prompt = TokenSession(self.renderer), Prompt(call.prompt)
-        else:
-            limit = self.max_context
-            if limit is not None:
-                # A tokenizer takes a minute for megabytes, and meanwhile nothing else runs.
-                self.renderer.vocabulary.check_size(num_characters(call.prompt), limit)
-            prompt = memory.prepare(
-                call.prompt, call.tools, message_type=call.message_type, model=call.model
-            )
-        on_token = None
-        if call.on_delta is not None:
-            from rolltree.inference.deltas import TokenListener
-
-            on_token = TokenListener(self.renderer, call).hear
-        request = GenerateRequest(prompt.ids, call.sampling, call.model)
-        answer = await self.sample(request, on_token)
-        return memory.complete(prompt, answer, call)
-
-
-def annotate_sampling(response: ModelResponse, sampling: SamplingParams) -> ModelResponse:
-    """Return the response; `info["sampling"]` has settings that changed the distribution, if any.
-
-    Training leaves such calls out of the loss: it computes probabilities under the full softmax.
-    """
-    changes = distribution_changes(sampling)
-    if not changes:
-        return response
-    # `info` is stored as JSON.
-    plain = (bool, int, float, str)
-    said = {k: v if isinstance(v, plain) else repr(v)[:80] for k, v in changes.items()}
-    return response.annotated(sampling=said)
 
 
 def check_model(asked: str | None, known: str) -> None:

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 
 from rolltree._helpers.tasks import yield_fairly
 from rolltree.inference.call import ModelCall
-from rolltree.inference.client import ModelClient
+from rolltree.inference.client import ModelClient, with_inner
 from rolltree.inference.client_base import DelegatingClient
 from rolltree.values.errors import ConnectionFailed
 from rolltree.values.seeds import CallSeeds
@@ -240,10 +240,6 @@ class RolloutClient(DelegatingClient):
 
 def seeded(client: ModelClient, seeds: CallSeeds) -> ModelClient:
     """Return `client` with a seed for each call; itself if it, or one behind it, gives seeds."""
-    return client if _is_seeded(client) else RolloutClient(client, seeds=seeds)
-
-
-def _is_seeded(client: object) -> bool:
-    if isinstance(client, RolloutClient) and client.has_seeds:
-        return True
-    return any(map(_is_seeded, getattr(client, "clients", ())))
+    layers = with_inner(client)
+    has_seeds = any(isinstance(part, RolloutClient) and part.has_seeds for part in layers)
+    return client if has_seeds else RolloutClient(client, seeds=seeds)

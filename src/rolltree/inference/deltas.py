@@ -159,18 +159,18 @@ def _unsettled(text: str, strings: Sequence[str]) -> int:
 class TokenListener:
     """Turns the tokens of one call, as an engine samples them, into deltas of its message.
 
-    `hear` may be called from any thread; the call's `on_delta` is called in the event loop in which
+    `put` may be called from any thread; the call's `on_delta` is called in the event loop in which
     this object was created.
     """
 
     def __init__(self, renderer: ChatRenderer, call: ModelCall) -> None:
         assert call.on_delta is not None
-        self._text, self._tell = SettledText(renderer, call.sampling), call.on_delta
+        self._text, self._on_delta = SettledText(renderer, call.sampling), call.on_delta
         is_chat = isinstance(call.prompt, list)
         self._deltas = MessageDeltas(renderer, call.tools) if is_chat else TextDeltas()
         self._loop = asyncio.get_running_loop()
 
-    def hear(self, token: SampledToken) -> None:
+    def put(self, token: SampledToken) -> None:
         """Take one more token."""
         # RuntimeError: the loop is closed, so nothing listens any more.
         with contextlib.suppress(RuntimeError):
@@ -180,6 +180,6 @@ class TokenListener:
         """Take one more token, in the event loop."""
         text = self._text.add(token)
         if isinstance(self._deltas, MessageDeltas):
-            self._tell(self._deltas.next(text))
+            self._on_delta(self._deltas.next(text))
         elif new := self._deltas.next(text):
-            self._tell({"content": new})
+            self._on_delta({"content": new})

@@ -18,7 +18,14 @@ from rolltree._helpers.redact import redact_text
 from rolltree._helpers.tasks import yield_fairly
 from rolltree._helpers.untrusted import encode_json
 from rolltree.inference.request_ids import HEADER, RequestIds
-from rolltree.inference.retry import Outcome, Retry, RetryPolicy, parse_retry_after, with_retries
+from rolltree.inference.retry import (
+    ONCE,
+    Outcome,
+    Retry,
+    RetryPolicy,
+    parse_retry_after,
+    with_retries,
+)
 from rolltree.inference.transport import HttpAnswer, SocketTransport, Transport, proxy_of
 from rolltree.values.errors import (
     AnswerTooLarge,
@@ -55,7 +62,6 @@ _ADVICE = {
     404: "Check the model's name, and the URL (it often ends in /v1).",
     **dict.fromkeys(range(300, 400), "Check the URL: redirections are not followed."),
 }
-_ONCE = RetryPolicy(max_retries=0)
 _RETRYABLE = frozenset((408, 409, 425, 429))
 
 
@@ -203,7 +209,7 @@ class HttpClient:
                 timeout_s=limit_s,
                 deadline_s=deadline_s,
                 where=url,
-                may_retry=lambda: stream is None or not stream.was_told,
+                may_retry=lambda: stream is None or not stream.has_begun,
             )
         return Outcome(outcome.value, outcome.num_retries, outcome.wait_s + queued_s)
 
@@ -219,7 +225,7 @@ class HttpClient:
         url = f"{self.root_url}/health"
         try:
             await with_retries(
-                _ONCE, lambda: self._send(transport, url, None), timeout_s=5.0, where=url
+                ONCE, lambda: self._send(transport, url, None), timeout_s=5.0, where=url
             )
         except ServerError as error:
             if error.status not in (404, 405):

@@ -126,10 +126,10 @@ def _equal(known: ChatMessage | None, message: ChatMessage) -> bool:
         return False
     # Agents may send answers back without reasoning, ids or white space, but what the model decided
     # is the same.
-    return _said(known) == _said(message) and _calls(known) == _calls(message)
+    return _content(known) == _content(message) and _calls(known) == _calls(message)
 
 
-def _said(message: ChatMessage) -> Any:
+def _content(message: ChatMessage) -> Any:
     """Return the content; the space around it, which many agents strip, does not count."""
     content = message.get("content") or ""
     return content.strip() if isinstance(content, str) else content

@@ -1,20 +1,20 @@
 """Sessions for clients that send messages: the server renders prompts, the session tracks tokens.
 
-`read_outcome` parses a server's response, and `MessageSession.complete` turns it into the record of
-the call. A prompt extends an earlier call only if its ids begin with that call's ids.
+`MessageSession.respond` makes a call: `read_outcome` parses the server's response, and
+`MessageSession.complete` turns it into the record. A prompt extends an earlier call only if its ids
+begin with that call's ids.
 """
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from itertools import chain
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import numpy as np
 
 from rolltree._helpers.untrusted import read_json
 from rolltree.inference.call import Answer, CallTree, ModelCall, record_of
-from rolltree.inference.client_base import MemoryT, RootClient
 from rolltree.inference.message_index import MessageIndex
 from rolltree.inference.other_forms import other_forms
 from rolltree.inference.parse import read_answer
@@ -38,6 +38,10 @@ if TYPE_CHECKING:
     from rolltree.inference.retry import Outcome
 
 AnswerT = TypeVar("AnswerT")
+Ask: TypeAlias = Callable[
+    [Mapping[str, Any], MessageType, "ModelCall", "MessageSession"], Awaitable["Outcome[Any]"]
+]
+"""Sends one request, with its messages or its prompt in the first argument."""
 
 
 async def send_with_token_fields(
@@ -106,6 +110,53 @@ class MessageSession:
         self._index = MessageIndex()
         self.reader = PromptReader()
 
+    async def respond(
+        self, call: ModelCall, ask: Ask, version: int, *, keeps_raw: bool = False
+    ) -> ModelResponse:
+        """Send messages, a string or ids, and read the tokens of the answer if it has them.
+
+        Tokens for which the server reports no policy version get `version`. `keeps_raw`: the record
+        keeps the response object.
+        """
+        prompt = call.prompt
+        if isinstance(prompt, np.ndarray):
+            outcome = await ask({"prompt": prompt.tolist()}, "completion", call, self)
+        else:
+            check_message_type(prompt, call.message_type)
+            content: dict[str, Any] = {"prompt": prompt}
+            if not isinstance(prompt, str):
+                prompt = list(prompt)  # the caller may append to its list meanwhile
+                call = call.with_prompt(prompt)
+                content = {"messages": outgoing(prompt)}
+                # Some servers reject an empty list.
+                if call.tools:
+                    content["tools"] = list(call.tools)
+            outcome = await self._ask_in_any_form(content, call, ask)
+        answer = read_outcome(outcome, call, self._tokens, version)
+        if keeps_raw:
+            answer.raw = outcome.value
+        # No later prompt continues a prompt of ids.
+        is_kept = not isinstance(prompt, np.ndarray)
+        return self.complete(call, answer) if is_kept else record_of(answer, call)
+
+    async def _ask_in_any_form(
+        self, content: Mapping[str, Any], call: ModelCall, ask: Ask
+    ) -> Outcome[Any]:
+        """Send a request; if the server refuses what a model wrote earlier, in another form."""
+        first: ServerError | None = None
+        # Other forms are made only if the first one is refused.
+        for form in chain((None,), other_forms(content.get("messages") or ())):
+            sent = content if form is None else {**content, "messages": form}
+            try:
+                return await ask(sent, call.message_type, call, self)
+            except ServerError as error:
+                # The statuses with which servers pass on that a template refused the messages.
+                if error.status not in (400, 422):
+                    raise
+                first = first or error
+        assert first is not None
+        raise first
+
     def complete(self, call: ModelCall, answer: Answer) -> ModelResponse:
         """Return the record of an answer to messages; later prompts can extend it.
 
@@ -160,74 +211,6 @@ class MessageSession:
         # Never by text: only equal ids are one path.
         is_exact = same_ids(prompt_ids[: len(earlier)], earlier)
         return (match.call if is_exact else None), True
-
-
-class MessageClient(RootClient[MemoryT]):
-    """A client whose server renders prompts; `tokens` says whether it returns ids.
-
-    The memory is, or extends, a `MessageSession`. Tokens for which the server reports no policy
-    version get `version` as it was when the request was sent.
-    """
-
-    tokens: TokenFields
-    version: int = 0
-    keeps_raw: ClassVar[bool] = False
-    """Whether the record keeps the response object."""
-
-    @abstractmethod
-    async def ask(
-        self,
-        content: Mapping[str, Any],
-        message_type: MessageType,
-        call: ModelCall,
-        memory: MessageSession,
-    ) -> Outcome[Any]:
-        """Send one request, with its messages or its prompt in `content`."""
-
-    async def respond_by_message(self, call: ModelCall, memory: MessageSession) -> ModelResponse:
-        """Send messages, a string or ids, and read the tokens of the answer if it has them."""
-        # Read before sending: no sampled token is older.
-        version = self.version
-        prompt = call.prompt
-        if isinstance(prompt, np.ndarray):
-            outcome = await self.ask({"prompt": prompt.tolist()}, "completion", call, memory)
-            return record_of(self._read(outcome, call, version), call)
-        check_message_type(prompt, call.message_type)
-        content: dict[str, Any] = {"prompt": prompt}
-        if not isinstance(prompt, str):
-            prompt = list(prompt)  # the caller may append to its list meanwhile
-            call = call.with_prompt(prompt)
-            content = {"messages": outgoing(prompt)}
-            # Some servers reject an empty list.
-            if call.tools:
-                content["tools"] = list(call.tools)
-        outcome = await self._ask_in_any_form(content, call, memory)
-        return memory.complete(call, self._read(outcome, call, version))
-
-    async def _ask_in_any_form(
-        self, content: Mapping[str, Any], call: ModelCall, memory: MessageSession
-    ) -> Outcome[Any]:
-        """Send a request; if the server refuses what a model wrote earlier, in another form."""
-        try:
-            return await self.ask(content, call.message_type, call, memory)
-        except ServerError as error:
-            # The statuses with which servers pass on that a template refused the messages.
-            if error.status not in (400, 422):
-                raise
-            first = error
-        for form in other_forms(content.get("messages") or ()):
-            try:
-                return await self.ask({**content, "messages": form}, "chat", call, memory)
-            except ServerError as error:
-                if error.status not in (400, 422):
-                    raise
-        raise first
-
-    def _read(self, outcome: Outcome[Any], call: ModelCall, version: int) -> Answer:
-        answer = read_outcome(outcome, call, self.tokens, version)
-        if self.keeps_raw:
-            answer.raw = outcome.value
-        return answer
 
 
 def _fix_finish_reason(answer: Answer, sampling: SamplingParams) -> None:

@@ -14,13 +14,10 @@ import numpy as np
 
 from rolltree.inference.call import ModelCall
 from rolltree.inference.chat import ChatRenderer
+from rolltree.inference.client_base import RootClient
 from rolltree.inference.context_limit import DEFAULT_MAX_TOKENS, ContextLimit, cut_by_default
 from rolltree.inference.http import MAX_ANSWER_BYTES, HttpClient
-from rolltree.inference.message_session import (
-    MessageClient,
-    MessageSession,
-    send_with_token_fields,
-)
+from rolltree.inference.message_session import MessageSession, send_with_token_fields
 from rolltree.inference.parse import (
     begin_answer,
     extract_message,
@@ -67,7 +64,7 @@ class OpenAIMemory(MessageSession):
         self.by_token = None if renderer is None else TokenSession(renderer)
 
 
-class OpenAIClient(MessageClient[OpenAIMemory]):
+class OpenAIClient(RootClient[OpenAIMemory]):
     """One OpenAI-compatible server.
 
     Args:
@@ -99,6 +96,8 @@ class OpenAIClient(MessageClient[OpenAIMemory]):
     Tokens for which the server reports no policy version get `version` as it was when the request
     was sent; publishing weights to the server sets it.
     """
+
+    version: int = 0
 
     def __init__(
         self,
@@ -138,8 +137,9 @@ class OpenAIClient(MessageClient[OpenAIMemory]):
         self.renderer = renderer
         self.tokens = TokenFields(token_ids, logprobs_mode, self._server.base_url, vocab_size)
         self._posts = CompletionPosts(self._server)
-        self.token_in = TokenInEndpoint(self._posts, token_endpoint)
-        self.version = 0
+        check_choice("token_endpoint", token_endpoint, ("auto", "generate", "completions"))
+        self.token_endpoint: TokenEndpoint = token_endpoint
+        """Not `"auto"` any more once it is known whether the server has the first one."""
         # That of chat; changes when the server rejects the field.
         self._max_tokens_field = "max_tokens"
         self._context_limit = ContextLimit(self._server)
@@ -166,7 +166,7 @@ class OpenAIClient(MessageClient[OpenAIMemory]):
         by_token = memory.by_token
         # If the server returns no ids, rendering here would only risk a different template.
         if by_token is None or not self.tokens.wanted or isinstance(call.prompt, np.ndarray):
-            return await self.respond_by_message(call, memory)
+            return await memory.respond(call, self.ask, self.version)
         size = num_characters(call.prompt)
         if size > _LARGE_PROMPT:
             # A tokenizer takes a minute for megabytes, and meanwhile nothing else runs.
@@ -297,6 +297,29 @@ class OpenAIClient(MessageClient[OpenAIMemory]):
             )
             return await send_with_token_fields(self.tokens, send)
 
+    async def _ask_with_ids(
+        self,
+        prompt_ids: list[int],
+        sampling: SamplingParams,
+        model: str,
+        stream: CompletionStream | None,
+    ) -> Outcome[Response] | None:
+        """Send ids to the token-in endpoint; None if the server has none."""
+        params = token_in_fields(sampling)
+        body = {"model": model, "token_ids": prompt_ids, "sampling_params": params}
+        try:
+            outcome = await self._posts.post(
+                _TOKEN_IN_PATH, body, decode_response, stream, at_root=True
+            )
+        except ServerError as error:
+            # If it has answered before, it exists, and a 404 is about something else.
+            if self.token_endpoint == "generate" or error.status not in _ABSENT:
+                raise
+            self.token_endpoint = "completions"
+            return None
+        self.token_endpoint = "generate"
+        return outcome
+
     async def _respond_by_token(
         self, session: TokenSession, prompt: Prompt, call: ModelCall, reader: PromptReader
     ) -> ModelResponse:
@@ -309,8 +332,8 @@ class OpenAIClient(MessageClient[OpenAIMemory]):
         stream = stream_of_tokens(call, session.renderer, decode_chunk)
         outcome = None
         kind: MessageType = "chat"  # the token-in endpoint's logprobs have the shape of chat's
-        if self.token_in.takes(sampling):
-            outcome = await self.token_in.ask(sent, asked, prompt.model or self.model, stream)
+        if self.token_endpoint != "completions" and _takes_ids(sampling):
+            outcome = await self._ask_with_ids(sent, asked, prompt.model or self.model, stream)
         if outcome is None:
             content = {"prompt": sent}
             outcome = await self._ask_all(
@@ -342,48 +365,9 @@ class OpenAIClient(MessageClient[OpenAIMemory]):
         return session.complete(prompt, answer, call)
 
 
-class TokenInEndpoint:
-    """The token-in endpoint of one server, which may turn out not to have it."""
-
-    def __init__(self, posts: CompletionPosts, mode: TokenEndpoint) -> None:
-        check_choice("token_endpoint", mode, ("auto", "generate", "completions"))
-        self._posts, self._mode = posts, mode
-        self._known = mode == "generate"
-        self.is_absent = mode == "completions"
-
-    def takes(self, sampling: SamplingParams) -> bool:
-        """Whether to send here; stop strings and extra fields are left to `/v1/completions`."""
-        return not (self.is_absent or sampling.stop or any(sampling.extra.values()))
-
-    async def ask(
-        self,
-        prompt_ids: list[int],
-        sampling: SamplingParams,
-        model: str,
-        stream: CompletionStream | None = None,
-    ) -> Outcome[Response] | None:
-        """Send ids; None if the server has no such endpoint.
-
-        Raises:
-            ModelError: as `HttpClient.post` says.
-        """
-        body = {
-            "model": model,
-            "token_ids": prompt_ids,
-            "sampling_params": token_in_fields(sampling),
-        }
-        try:
-            outcome = await self._posts.post(
-                _TOKEN_IN_PATH, body, decode_response, stream, at_root=True
-            )
-        except ServerError as error:
-            # If it has answered before, it exists, and a 404 is about something else.
-            if self._known or error.status not in _ABSENT:
-                raise
-            self.is_absent = True
-            return None
-        self._known = True
-        return outcome
+def _takes_ids(sampling: SamplingParams) -> bool:
+    """Whether the token-in endpoint takes these settings."""
+    return not (sampling.stop or any(sampling.extra.values()))
 
 
 def _with_ends(sampling: SamplingParams, end_ids: Sequence[int]) -> SamplingParams:

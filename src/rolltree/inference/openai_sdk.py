@@ -19,12 +19,9 @@ from weakref import WeakKeyDictionary
 
 from rolltree._helpers.untrusted import well_formed
 from rolltree.inference.call import ModelCall
+from rolltree.inference.client_base import RootClient
 from rolltree.inference.http import MAX_ANSWER_BYTES, status_error
-from rolltree.inference.message_session import (
-    MessageClient,
-    MessageSession,
-    send_with_token_fields,
-)
+from rolltree.inference.message_session import MessageSession, send_with_token_fields
 from rolltree.inference.parse import extract_finish_reason
 from rolltree.inference.request_fields import (
     LogprobsMode,
@@ -36,6 +33,7 @@ from rolltree.inference.request_fields import (
 )
 from rolltree.inference.request_ids import HEADER, RequestIds
 from rolltree.inference.retry import (
+    ONCE,
     Outcome,
     Retry,
     RetryPolicy,
@@ -59,7 +57,7 @@ from rolltree.values.types import (
 )
 
 
-class OpenAISDKClient(MessageClient[MessageSession]):
+class OpenAISDKClient(RootClient[MessageSession]):
     """An AsyncOpenAI-like object as a `ModelClient`.
 
     The openai client's own retries are switched off, and as many are made here instead, so that
@@ -74,7 +72,7 @@ class OpenAISDKClient(MessageClient[MessageSession]):
         ConfigError: the object is a blocking client.
     """
 
-    keeps_raw = True
+    version: int = 0
 
     def __init__(
         self,
@@ -88,7 +86,7 @@ class OpenAISDKClient(MessageClient[MessageSession]):
         max_answer_bytes: int = MAX_ANSWER_BYTES,
     ) -> None:
         where = str(getattr(client, "base_url", type(client).__name__))
-        self._retry = RetryPolicy(max_retries=0)
+        self._retry = ONCE
         self._ids: RequestIds | None = None
         # Checked by name, since the package may not be installed.
         if type(client).__module__.partition(".")[0] == "openai":
@@ -116,7 +114,6 @@ class OpenAISDKClient(MessageClient[MessageSession]):
         self.deadline_s, self._max_answer_bytes = deadline_s, max_answer_bytes
         self._model = model
         self.tokens = TokenFields(token_ids, logprobs_mode, where, vocab_size)
-        self.version = 0
 
     def __repr__(self) -> str:
         return f"OpenAISDKClient({type(self._client).__name__}, {self._model!r})"
@@ -132,7 +129,7 @@ class OpenAISDKClient(MessageClient[MessageSession]):
 
     async def respond(self, call: ModelCall, memory: MessageSession) -> ModelResponse:
         """Send messages, a string or ids."""
-        response = await self.respond_by_message(call, memory)
+        response = await memory.respond(call, self.ask, self.version, keeps_raw=True)
         _drop_tokens(response.raw, response, call.sampling)
         return response
 

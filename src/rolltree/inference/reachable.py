@@ -7,18 +7,18 @@ under the same model name.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from time import monotonic
 from typing import Any
 
 import msgspec
 
+from rolltree.inference.client import with_inner
 from rolltree.inference.http import HttpClient
-from rolltree.inference.retry import RetryPolicy
+from rolltree.inference.retry import ONCE, WHILE_AWAY, RetryPolicy
 from rolltree.inference.wire import UNREADABLE
 from rolltree.values.errors import BadResponse, ConnectionFailed, ModelError, ServerError
 
-_ONCE = RetryPolicy(max_retries=0)
 _REQUEST_TIMEOUT_S = 5.0
 FIRST_ANSWER_TIMEOUT_S = 5.0
 """How long to wait for the first answer of any server."""
@@ -32,19 +32,15 @@ async def check_servers(client: object, *, limit_s: float = FIRST_ANSWER_TIMEOUT
     Raises:
         ConnectionFailed: none of them answered within `limit_s`.
     """
+    parts = list(with_inner(client))
     # A training run checks its own servers.
-    parts = [part for part in _with_server(client) if getattr(part, "fleet", None) is None]
+    if any(getattr(part, "fleet", None) is not None for part in parts):
+        return []
+    parts = [part for part in parts if isinstance(getattr(part, "server", None), HttpClient)]
     if not parts:
         return []
     await _wait_for_one(parts, limit_s)
     return [found for found in await asyncio.gather(*map(_weights_warning, parts)) if found]
-
-
-def _with_server(client: object) -> Iterator[Any]:
-    if isinstance(getattr(client, "server", None), HttpClient):
-        yield client
-    for part in getattr(client, "clients", ()):
-        yield from _with_server(part)
 
 
 async def _wait_for_one(parts: list[Any], limit_s: float) -> None:
@@ -56,7 +52,7 @@ async def _wait_for_one(parts: list[Any], limit_s: float) -> None:
         errors = await asyncio.gather(*(_connection_error(part.server, limit_s) for part in parts))
         if None in errors:
             return
-        wait_s = 0.2 * 2**number
+        wait_s = WHILE_AWAY.wait_s(number, None)
         if monotonic() - began + wait_s > limit_s:
             break
         await asyncio.sleep(wait_s)
@@ -79,8 +75,8 @@ async def _weights_warning(part: Any) -> str | None:
     """Return a warning if a server's weights are unusual; None also if it does not report them."""
     server: HttpClient = part.server
     try:
-        label = await served_version(server, timeout_s=_REQUEST_TIMEOUT_S, retry=_ONCE)
-        paused = await call(server, "/is_paused", None, timeout_s=_REQUEST_TIMEOUT_S, retry=_ONCE)
+        label = await served_version(server, timeout_s=_REQUEST_TIMEOUT_S, retry=ONCE)
+        paused = await call(server, "/is_paused", None, timeout_s=_REQUEST_TIMEOUT_S, retry=ONCE)
     except ModelError:
         return None
     if isinstance(paused, dict) and paused.get("is_paused") is True:

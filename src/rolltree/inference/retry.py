@@ -61,6 +61,12 @@ class RetryPolicy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         return max(random.uniform(0.0, ceiling), after_s or 0.0)
 
 
+ONCE = RetryPolicy(max_retries=0)
+"""For requests that somebody else repeats: a pool, or who waits for a server."""
+WHILE_AWAY = RetryPolicy(max_wait_s=15.0)
+"""The waits of who looks again and again whether a server or a sandbox is back."""
+
+
 class Retry(Exception):
     """An attempt failed with `error` and may be retried, in `after_s` at the earliest."""
 

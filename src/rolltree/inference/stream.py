@@ -80,7 +80,7 @@ class StreamedCompletion:
 
     Args:
         decode: decodes an event's data.
-        hear: called with the choice of every chunk.
+        follow: called with the choice of every chunk.
         is_exact: whether a choice has all that was requested; also called with whether the
             prompt's ids have arrived.
         check: called with the first event's data.
@@ -89,11 +89,11 @@ class StreamedCompletion:
     def __init__(
         self,
         decode: DecodeChunk,
-        hear: Callable[[ChunkChoice], None],
+        follow: Callable[[ChunkChoice], None],
         is_exact: Callable[[ChunkChoice, bool], bool],
         check: Callable[[bytes], None],
     ) -> None:
-        self._decode, self._hear, self._is_exact, self._check = decode, hear, is_exact, check
+        self._decode, self._follow, self._is_exact, self._check = decode, follow, is_exact, check
         self._events = EventReader(self._take)
         self._has_begun = False
         self._whole = Response([])
@@ -135,7 +135,7 @@ class StreamedCompletion:
         )
         if _says_something(choice) and not self._is_exact(choice, has_prompt):
             raise InexactStream
-        self._hear(choice)
+        self._follow(choice)
 
     def result(self) -> Response:
         """Return the answer.
@@ -153,24 +153,24 @@ class StreamedCompletion:
 class CompletionStream:
     """How one call follows its answer while it is streamed by `CompletionPosts`.
 
-    `hear` returns, for each attempt, the function that is called with the choice of each chunk.
+    `follow` returns, for each attempt, the function that is called with the choice of each chunk.
     """
 
     listener: DeltaListener
-    hear: Callable[[], Callable[[ChunkChoice], None]]
+    follow: Callable[[], Callable[[ChunkChoice], None]]
     decode: DecodeChunk
     # Whether ids of the completion and of the prompt were requested.
     with_ids: bool
     with_prompt: bool
 
     @property
-    def was_told(self) -> bool:
+    def has_begun(self) -> bool:
         """Whether a part of the answer was passed on."""
-        return self.listener.was_told
+        return self.listener.has_begun
 
     def reader(self, check: Callable[[bytes], None]) -> StreamedCompletion:
         """Return a reader for the stream of one attempt."""
-        return StreamedCompletion(self.decode, self.hear(), self._is_exact, check)
+        return StreamedCompletion(self.decode, self.follow(), self._is_exact, check)
 
     def _is_exact(self, choice: ChunkChoice, has_prompt: bool) -> bool:
         if not self.with_ids:
@@ -192,7 +192,7 @@ def stream_of_tokens(
         return None
     listener = DeltaListener(call.on_delta)
 
-    def hear() -> Callable[[ChunkChoice], None]:
+    def follow() -> Callable[[ChunkChoice], None]:
         tokens = TokenListener(renderer, replace(call, on_delta=listener))
 
         def take(choice: ChunkChoice) -> None:
@@ -201,7 +201,7 @@ def stream_of_tokens(
 
         return take
 
-    return CompletionStream(listener, hear, decode, with_ids=True, with_prompt=False)
+    return CompletionStream(listener, follow, decode, with_ids=True, with_prompt=False)
 
 
 def stream_of_messages(
@@ -272,14 +272,14 @@ class CompletionPosts:
             answer = await self.server.post(path, asked, whole, at_root=at_root, stream=stream)
         except InexactStream:
             self._not_streaming.add(path)
-            if stream.was_told:
+            if stream.has_begun:
                 raise BadResponse(
                     f"{self.server.base_url}{path} streamed a part of an answer with ids and the "
                     "rest without them, so it is not known what the model sampled. The call is "
                     "lost; later calls do not stream."
                 ) from None
         except ServerError as error:
-            if stream.was_told:  # no other form of the request may be tried
+            if stream.has_begun:  # no other form of the request may be tried
                 raise BadResponse(f"the answer broke off after a part of it: {error}") from error
             if path in self._streaming or error.status not in _REFUSALS:
                 raise

@@ -296,9 +296,9 @@ def _text_of(part: Any) -> str:
     return str(part["text"])
 
 
-def _not_content(found: Any) -> TemplateError:
+def _not_content(part: Any) -> TemplateError:
     return TemplateError(
-        f"the content of a message holds {shown(found)}, which is not text, so there is no prompt. "
+        f"the content of a message holds {shown(part)}, which is not text, so there is no prompt. "
         'Content is a string, or a list of {"type": "text", "text": ...}.'
     )
 

@@ -239,9 +239,9 @@ def unpacked(body: bytes, packing: str, max_bytes: int) -> bytes:
     # Some servers leave the zlib header out; the lower half of its first byte is 8.
     raw_deflate = packing == "deflate" and body[:1] and body[0] & 0x0F != 8
     wbits = -zlib.MAX_WBITS if raw_deflate else 32 + zlib.MAX_WBITS
-    unpacker, packed, at, found = zlib.decompressobj(wbits), memoryview(body), 0, bytearray()
+    unpacker, packed, at, content = zlib.decompressobj(wbits), memoryview(body), 0, bytearray()
     try:
-        while at < len(body) and len(found) <= max_bytes:
+        while at < len(body) and len(content) <= max_bytes:
             # A gzip body may have several members, one after another (RFC 1952).
             if unpacker.eof:
                 if not body.startswith(_GZIP_MAGIC, at):
@@ -251,18 +251,18 @@ def unpacked(body: bytes, packing: str, max_bytes: int) -> bytes:
             part = packed[at : at + _PART_BYTES]
             # Limited while decompressing, since a small body may expand to gigabytes. One byte more
             # shows that the body is larger than the limit.
-            found += unpacker.decompress(part, max_bytes + 1 - len(found))
+            content += unpacker.decompress(part, max_bytes + 1 - len(content))
             at += len(part) - len(unpacker.unused_data)
-        if len(found) <= max_bytes and not unpacker.eof:
+        if len(content) <= max_bytes and not unpacker.eof:
             raise zlib.error("it ends too early")
     except zlib.error as error:
         raise BadResponse(
             f"the server's answer says that it is {packing} but cannot be decompressed ({error}). "
             "The call is lost. Is there a proxy in front of the server that changes answers?"
         ) from error
-    if len(found) > max_bytes:
+    if len(content) > max_bytes:
         raise too_large(max_bytes)
-    return bytes(found)
+    return bytes(content)
 
 
 def is_event_stream(status: int, content_type: str | None) -> bool:

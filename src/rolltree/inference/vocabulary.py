@@ -134,7 +134,7 @@ class Vocabulary:
         """Return `text` so that control tokens which it spells out are encoded as plain text."""
         text = well_formed(text)
         # Cut after the first character, so that no token spans it.
-        return self._control.sub(lambda found: f"{found[0][0]}{BOUNDARY}{found[0][1:]}", text)
+        return self._control.sub(lambda match: f"{match[0][0]}{BOUNDARY}{match[0][1:]}", text)
 
     def _encode(self, text: str) -> Sequence[int]:
         first, *rest = text.split(BOUNDARY)

@@ -13,18 +13,20 @@ import asyncio
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import ceil
 from time import monotonic
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
 
 from rolltree._helpers.untrusted import encode_json
 from rolltree.inference.call import DeltaListener, ModelCall
 from rolltree.inference.client import ModelClient, policy_version
-from rolltree.inference.client_base import ClientBase, DelegatingClient
+from rolltree.inference.client_base import RootClient
 from rolltree.inference.openai_client import OpenAIClient
-from rolltree.inference.retry import Retry, RetryPolicy, with_retries
+from rolltree.inference.retry import ONCE, Retry, RetryPolicy, with_retries
+from rolltree.inference.session import without_ids
 from rolltree.values.errors import (
     BadResponse,
     CallTimeout,
@@ -36,7 +38,9 @@ from rolltree.values.errors import (
 )
 from rolltree.values.types import ModelResponse
 
-_NO_RETRIES = RetryPolicy(max_retries=0)
+if TYPE_CHECKING:
+    from rolltree.scale.fleet import Fleet
+
 _ALWAYS_FITS = 16
 """A server with fewer calls in flight than this is never too busy for its own rollouts."""
 
@@ -48,9 +52,9 @@ class _Checked(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Endpoint:
-    """One server: its client, its load and its failures."""
+    """One server: its client (a `ModelClient`), its load and its failures."""
 
-    client: ModelClient
+    client: Any
     name: str
     num_in_flight: int = 0
     num_calls: int = 0
@@ -64,7 +68,16 @@ class Endpoint:
         return self.num_failures == 0 and not self.is_removed
 
 
-class EndpointPool(ClientBase):
+@dataclass(slots=True)
+class PoolPlace:
+    """Where one rollout is: its server, its session there, and what its first prompt hashes."""
+
+    key: bytes | None = None
+    at: Endpoint | None = None
+    session: Any = None
+
+
+class EndpointPool(RootClient[PoolPlace]):
     """Servers of one model. Every retry is made here, on the next best server, and counted.
 
     Args:
@@ -78,6 +91,9 @@ class EndpointPool(ClientBase):
     Raises:
         ConfigError: there are no clients, two have the same name, or their models differ.
     """
+
+    fleet: Fleet | None = None
+    """Of a run: decides when a server gets a call, and which answers count."""
 
     def __init__(
         self,
@@ -124,7 +140,7 @@ class EndpointPool(ClientBase):
         **options: Any,
     ) -> EndpointPool:
         """Return a pool of `OpenAIClient`s; `options` are theirs."""
-        clients = [OpenAIClient(url, model, retry=_NO_RETRIES, **options) for url in base_urls]
+        clients = [OpenAIClient(url, model, retry=ONCE, **options) for url in base_urls]
         return cls(
             clients, retry=retry, deadline_s=deadline_s, cool_down_s=cool_down_s, spread=spread
         )
@@ -135,7 +151,8 @@ class EndpointPool(ClientBase):
     @property
     def model(self) -> str:
         """The model of calls that name none."""
-        return self.endpoints[0].client.model
+        model: str = self.endpoints[0].client.model
+        return model
 
     @property
     def version(self) -> int:
@@ -148,13 +165,9 @@ class EndpointPool(ClientBase):
         """The clients, one per server, as `publish_weights` takes them."""
         return [endpoint.client for endpoint in self.endpoints]
 
-    def session(self) -> PooledSession:
-        """Return a client for one rollout; its first prompt decides on the server."""
-        return PooledSession(self)
-
-    async def call(self, call: ModelCall) -> ModelResponse:
-        """Make one call, without memory of earlier ones."""
-        return await self.session().call(call)
+    def new_memory(self) -> PoolPlace:
+        """Return the place of a new rollout; its first prompt decides on the server."""
+        return PoolPlace()
 
     async def aclose(self) -> None:
         """Close all clients."""
@@ -224,6 +237,71 @@ class EndpointPool(ClientBase):
             endpoint.is_removed = endpoint.is_removed or endpoint.client is client
         self.endpoints = kept
 
+    async def respond(self, call: ModelCall, memory: PoolPlace) -> ModelResponse:
+        """Make the call on this rollout's server, or on the next best one."""
+        key, failed = _key(call, memory), list[str]()
+        began = monotonic()
+        listener = None if call.on_delta is None else DeltaListener(call.on_delta)
+        if listener is not None:
+            call = replace(call, on_delta=listener)
+        wrong = set[str]()  # servers whose tokens contradict themselves
+
+        async def attempt() -> tuple[ModelResponse, Endpoint]:
+            endpoint = await self.choose(key, memory.at)
+            session = _session_on(endpoint, memory)
+            endpoint.num_in_flight += 1
+            endpoint.num_calls += 1
+            ask = partial(call.to, session)
+            try:
+                fleet, client = self.fleet, endpoint.client
+                answer = await (ask() if fleet is None else fleet.counted(client, ask))
+            except (ConnectionFailed, BadResponse, ServerError, TokenError) as error:
+                # The request itself is wrong, for every server.
+                if isinstance(error, ServerError) and not error.retryable:
+                    raise
+                # One server, or a proxy in front of it, may mix up answers. If all servers fail
+                # like this, the cause is the request.
+                if isinstance(error, TokenError):
+                    wrong.add(endpoint.name)
+                    if wrong >= {each.name for each in self.endpoints}:
+                        raise  # it is not one server's fault
+                failed.append(endpoint.name)
+                self.note_failure(endpoint)
+                # After each failure, since an attempt has its own limit.
+                limit_s = self.deadline_s
+                if limit_s is not None and monotonic() - began >= limit_s:
+                    raise CallTimeout(
+                        f"{self!r} gave no answer within deadline_s = {limit_s:g} s, in "
+                        f"which it was asked {len(failed)} times. The call is lost. Are the "
+                        f"servers overloaded or stuck? The last error: {error}"
+                    ) from error
+                raise Retry(error) from error
+            finally:
+                endpoint.num_in_flight -= 1
+            endpoint.num_failures = 0
+            return answer, endpoint
+
+        outcome = await with_retries(
+            self.retry,
+            attempt,
+            may_retry=lambda: listener is None or not listener.has_begun,
+        )
+        answer, endpoint = outcome.value
+        info: dict[str, Any] = {"endpoint": endpoint.name}
+        if failed:
+            info["num_retries"] = answer.info.get("num_retries", 0) + len(failed)
+            info["failed_endpoints"] = failed
+        return answer.annotated(wait_s=outcome.wait_s, **info)
+
+    def recall(self, call: ModelCall, response: ModelResponse, memory: PoolPlace) -> ModelResponse:
+        """Add a call that was made elsewhere to a rollout's session; see `Session.remember`."""
+        if memory.at is None:
+            key = _key(call, memory)
+            best = min(self.endpoints, key=lambda endpoint: _rank(key, endpoint.name))
+            _session_on(best, memory)
+        known = getattr(memory.session, "remember", None)
+        return without_ids(response) if known is None else known(call, response)
+
     def note_failure(self, endpoint: Endpoint) -> None:
         """Send a server no calls for a while.
 
@@ -239,106 +317,13 @@ class EndpointPool(ClientBase):
         try:
             if isinstance(endpoint.client, _Checked):
                 await endpoint.client.check_health()
+            if self.fleet is not None:
+                self.fleet.check(endpoint.client)
         except ModelError as error:
             self.note_failure(endpoint)
             return error
         endpoint.num_failures = 0
         return None
-
-
-class PooledSession(DelegatingClient):
-    """One rollout on one server of a pool at a time."""
-
-    def __init__(self, pool: EndpointPool) -> None:
-        super().__init__(pool)
-        self._pool = pool
-        self._key: bytes | None = None
-        self._at: Endpoint | None = None
-        self._session: Any = None
-
-    def session(self) -> PooledSession:
-        """Return a new, empty session."""
-        return self._pool.session()
-
-    async def call(self, call: ModelCall) -> ModelResponse:
-        """Make the call on this rollout's server, or on the next best one."""
-        key, failed = self._key_of(call), list[str]()
-        began = monotonic()
-        listener = None if call.on_delta is None else DeltaListener(call.on_delta)
-        if listener is not None:
-            call = replace(call, on_delta=listener)
-        wrong = set[str]()  # servers whose tokens contradict themselves
-
-        async def attempt() -> tuple[ModelResponse, Endpoint]:
-            endpoint = await self._pool.choose(key, self._at)
-            session = self._on(endpoint)
-            endpoint.num_in_flight += 1
-            endpoint.num_calls += 1
-            try:
-                answer = await call.to(session)
-            except (ConnectionFailed, BadResponse, ServerError, TokenError) as error:
-                # The request itself is wrong, for every server.
-                if isinstance(error, ServerError) and not error.retryable:
-                    raise
-                # One server, or a proxy in front of it, may mix up answers. If all servers fail
-                # like this, the cause is the request.
-                if isinstance(error, TokenError):
-                    wrong.add(endpoint.name)
-                    if wrong >= {each.name for each in self._pool.endpoints}:
-                        raise  # it is not one server's fault
-                failed.append(endpoint.name)
-                self._pool.note_failure(endpoint)
-                # After each failure, since an attempt has its own limit.
-                limit_s = self._pool.deadline_s
-                if limit_s is not None and monotonic() - began >= limit_s:
-                    raise CallTimeout(
-                        f"{self._pool!r} gave no answer within deadline_s = {limit_s:g} s, in "
-                        f"which it was asked {len(failed)} times. The call is lost. Are the "
-                        f"servers overloaded or stuck? The last error: {error}"
-                    ) from error
-                raise Retry(error) from error
-            finally:
-                endpoint.num_in_flight -= 1
-            endpoint.num_failures = 0
-            return answer, endpoint
-
-        outcome = await with_retries(
-            self._pool.retry,
-            attempt,
-            may_retry=lambda: listener is None or not listener.was_told,
-        )
-        answer, endpoint = outcome.value
-        info: dict[str, Any] = {"endpoint": endpoint.name}
-        if failed:
-            info["num_retries"] = answer.info.get("num_retries", 0) + len(failed)
-            info["failed_endpoints"] = failed
-        return answer.annotated(wait_s=outcome.wait_s, **info)
-
-    def remember(self, call: ModelCall, response: ModelResponse) -> ModelResponse:
-        """Record a call that was made elsewhere; see `Session.remember`."""
-        if self._at is None:
-            key = self._key_of(call)
-            best = min(self._pool.endpoints, key=lambda endpoint: _rank(key, endpoint.name))
-            self._on(best)
-        known = getattr(self._session, "remember", None)
-        return response if known is None else known(call, response)
-
-    def _key_of(self, call: ModelCall) -> bytes:
-        """Return the key that decides on the server: the rollout's first prompt of messages."""
-        if self._key is None:
-            if isinstance(call.prompt, np.ndarray):
-                # Not stored: the rollout's key comes from its first prompt of messages.
-                return call.prompt.tobytes()
-            self._key = encode_json([call.model, call.prompt, call.tools])
-        return self._key
-
-    def _on(self, endpoint: Endpoint) -> Any:
-        """Return this rollout's session on a server, with its memory if that can move."""
-        if self._at is not endpoint:
-            move = getattr(self._session, "moved_to", None)
-            self._session = move(endpoint.client) if move else endpoint.client.session()
-            self._at = endpoint
-        return self._session
 
 
 def _name(client: ModelClient, index: int) -> str:
@@ -349,3 +334,22 @@ def _name(client: ModelClient, index: int) -> str:
 def _rank(key: bytes, name: str) -> bytes:
     # Not `hash`, which differs from process to process.
     return hashlib.blake2b(name.encode() + b"\0" + key, digest_size=8).digest()
+
+
+def _key(call: ModelCall, place: PoolPlace) -> bytes:
+    """Return the key that decides on the server: the rollout's first prompt of messages."""
+    if place.key is None:
+        if isinstance(call.prompt, np.ndarray):
+            # Not stored: the rollout's key comes from its first prompt of messages.
+            return call.prompt.tobytes()
+        place.key = encode_json([call.model, call.prompt, call.tools])
+    return place.key
+
+
+def _session_on(endpoint: Endpoint, place: PoolPlace) -> Any:
+    """Return a rollout's session on a server, with its memory if that can move."""
+    if place.at is not endpoint:
+        move = getattr(place.session, "moved_to", None)
+        place.session = move(endpoint.client) if move else endpoint.client.session()
+        place.at = endpoint
+    return place.session

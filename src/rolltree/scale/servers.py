@@ -18,11 +18,12 @@ from typing import Any, Literal, TypeVar
 
 from rolltree.inference import ChatRenderer
 from rolltree.inference.models import resolve_model
+from rolltree.inference.openai_client import OpenAIClient
 from rolltree.inference.reachable import FIRST_ANSWER_TIMEOUT_S, served_version
-from rolltree.inference.retry import RetryPolicy
+from rolltree.inference.retry import WHILE_AWAY
 from rolltree.rollouts.requests import current_episode
+from rolltree.scale.fleet import LABEL_TIMEOUT_S, Fleet, ServerState, server_client
 from rolltree.scale.pool import EndpointPool
-from rolltree.scale.server_client import ASK_S, PROBED, TrainedServer, server_client
 from rolltree.scale.weights.publish import HasServer
 from rolltree.scale.weights.ways import AutoWay, DiskWay, SharedWay, TransferWay, Way
 from rolltree.training.checkpoint_formats import export_model
@@ -40,24 +41,26 @@ from rolltree.values.errors import (
 )
 
 T = TypeVar("T")
-_WAITS = RetryPolicy(first_wait_s=0.5, max_wait_s=15.0)
 _MAX_REFUSALS = 3
 """How often a healthy server may reject weights before it is an error."""
 PublishName = Literal["auto", "shared", "transfer", "disk"]
 
 
-class Servers:
+class Servers(Fleet):
     """The servers of a run as its `WeightTarget`.
 
     They have copies of the weights, so they keep sampling while the optimizer writes; weights are
     sent again only when it does not.
 
     Args:
-        clients: one per server. The run waits for `TrainedServer`s that fail; any failure of
-            another client is final.
+        clients: one per server.
         way: how they get weights.
         away_limit_s: how long all servers may be away.
-        pool: the client that sends calls to them, if it is to follow `add` and `remove`.
+        pool: the client that sends calls to them; it follows `add` and `remove`, and the run waits
+            for servers that fail. Without one any failure is final.
+
+    `version` is the last published one, -1 before the first; `labels` has it, and the one that is
+    being published.
     """
 
     def __init__(
@@ -68,24 +71,20 @@ class Servers:
         away_limit_s: float = AWAY_LIMIT_S,
         pool: EndpointPool | None = None,
     ) -> None:
+        super().__init__()
         self._clients, self._limit_s = list(clients), away_limit_s
         self._way, self._pool = way, pool
         if isinstance(way, AutoWay):
             way.notify = lambda message: self.notify(message)
-        self._watched = [client for client in clients if isinstance(client, TrainedServer)]
-        for client in self._watched:
-            client.fleet = self
-        self._leaving: TrainedServer | None = None
-        self.version = -1
-        """The last published version; -1 before the first."""
-        self.labels: frozenset[str] = frozenset()
-        """The labels that servers may report: that version, and the one being published."""
+        if pool is not None:
+            self.states = {client: ServerState() for client in pool.clients}
+            pool.fleet = self
+        self._leaving: OpenAIClient | None = None
         self.notify: Callable[[str], None] = lambda message: None
         """Receives notices for the user; the loop sets its own function."""
         self.probe: Callable[[Any, int], Awaitable[None]] | None = None
         """Probes one server with a version; the loop sets its publisher's function."""
         self._lock = asyncio.Lock()
-        self._revivals: dict[TrainedServer, asyncio.Task[None]] = {}
         self.are_restarted = False
         """Whether something starts servers again, so that one that has not answered yet will."""
         self._has_answered = False
@@ -109,10 +108,10 @@ class Servers:
         self._way.outdate()
         # A restarted process has lost the connection for transfers, which has to be made again
         # before anything is sent.
-        restarts = map(self._note_restart, self._watched)
+        restarts = map(self._note_restart, self.states)
         await asyncio.gather(*restarts, return_exceptions=True)  # what fails here fails below
         # Servers switch one after another; until the last one has, either label is right.
-        self.labels |= {str(version)}
+        self.labels = {*self.labels, str(version)}
         waiting: list[Any] = list(self._clients)
         for number in range(_MAX_REFUSALS):
             failed: list[Any] = []
@@ -122,7 +121,7 @@ class Servers:
                 # Servers that were removed meanwhile do not matter.
                 failed = [client for client in error.clients if client in self._clients]
                 # Other clients cannot be revived, so their failure is final.
-                if not set(failed) <= set(self._watched):
+                if not set(failed) <= self.states.keys():
                     raise
                 if number == _MAX_REFUSALS - 1:
                     for client in failed:
@@ -130,15 +129,15 @@ class Servers:
                     if self._failure is not None:
                         raise
                     break
-            for client in set(waiting) & set(self._watched):
-                client.needs_weights = client in failed
+            for client in set(waiting) & self.states.keys():
+                self.states[client].needs_weights = client in failed
             # A server that is away is not waited for: a publish is part of the step that SIGTERM
             # must not interrupt (design/0014). `revive` gives it the weights.
             waiting = [client for client in failed if not await self._is_away(client)]
             if not waiting:
                 break
-            await asyncio.sleep(_WAITS.wait_s(number, None))
-        self.version, self.labels = version, frozenset([str(version)])
+            await asyncio.sleep(WHILE_AWAY.wait_s(number, None))
+        self.version, self.labels = version, {str(version)}
 
     async def begin(
         self, notify: Callable[[str], None], probe: Callable[[Any, int], Awaitable[None]]
@@ -154,88 +153,107 @@ class Servers:
     async def start(self) -> None:
         """Wait until a server answers, for a few seconds only."""
         # As if all had failed: each has to answer once before it gets a call.
-        for server in self._watched:
-            server.is_suspect = True
-        if self._watched:
-            revivals = [self.revive(server) for server in self._watched]
-            await asyncio.wait(revivals, return_when=asyncio.FIRST_COMPLETED)
+        for state in self.states.values():
+            state.is_suspect = True
+        if self.states:
+            await asyncio.wait(self.revive_all(), return_when=asyncio.FIRST_COMPLETED)
 
-    async def ready(self, server: TrainedServer) -> float:
+    async def ready(self, client: OpenAIClient) -> float:
         """Wait until a failed server is back with the published weights; return the seconds.
 
         Raises:
             ConnectionFailed: another server can answer instead, or none did for too long.
         """
-        began = monotonic()
-        # Every call helps to bring all servers back, since its pool may send the next one to any.
-        away = [each for each in self._watched if each.is_suspect or each.needs_weights]
-        if server not in away and server in self._watched:
+        began, state = monotonic(), self.states.get(client)
+        if state is not None and state.is_ready:
             return 0.0
-        revivals = [self.revive(each) for each in away]
+        # Every call helps to bring all servers back, since its pool may send the next one to any.
+        revivals = self.revive_all()
         # Wait only if no other server can answer. The rollout's deadline is suspended meanwhile:
         # that a server is away is not the model's fault (design/0014).
-        if len(away) == len(self._watched):
+        if len(revivals) == len(self.states):
             episode = current_episode()
             with nullcontext() if episode is None else episode.clock.postponed():
                 await asyncio.wait(revivals, return_when=asyncio.FIRST_COMPLETED)
-        if server.is_suspect or server.needs_weights:
+        state = self.states.get(client)  # it may have been removed
+        if state is None or not state.is_ready:
             raise ConnectionFailed(
-                f"{server.server.root_url} is away, was removed, or has yet to get the run's "
+                f"{client.server.root_url} is away, was removed, or has yet to get the run's "
                 "weights. The call is made on another server."
             )
         return monotonic() - began
 
-    def revive(self, server: TrainedServer) -> asyncio.Task[None]:
+    def check(self, client: OpenAIClient) -> None:
+        """Check that a healthy server has the published weights; if not, it gets them.
+
+        Raises:
+            ConnectionFailed: it does not have them yet.
+        """
+        if self.states[client].is_suspect:
+            self.revive(client)
+            raise ConnectionFailed(f"{client.server.root_url} has yet to get the run's weights.")
+
+    def is_away(self, client: Any) -> bool:
+        """Whether a server of the pool failed, or was removed from it."""
+        state = self.states.get(client)
+        return bool(self.states) and (state is None or state.is_suspect)
+
+    async def counted(self, client: Any, ask: Callable[[], Awaitable[Any]]) -> Any:
+        """Return the answer that `ask` gets, as `Fleet.counted` does for servers of a pool."""
+        return await (super().counted(client, ask) if self.states else ask())
+
+    def revive(self, client: OpenAIClient) -> asyncio.Task[None]:
         """Return the task that waits for a server and gives it the weights it should have.
 
         Raises:
             ConnectionFailed: it was removed.
         """
-        if server not in self._watched:
-            raise ConnectionFailed(f"{server.server.root_url} was removed from this run.")
-        task = self._revivals.get(server)
-        if task is None or task.done():
-            task = asyncio.create_task(self._revive(server), name="revive-server")
-            self._revivals[server] = task
-        return task
+        state = self.states.get(client)
+        if state is None:
+            raise ConnectionFailed(f"{client.server.root_url} was removed from this run.")
+        if state.revival is None or state.revival.done():
+            state.revival = asyncio.create_task(self._revive(client), name="revive-server")
+        return state.revival
 
-    def add(self, server: TrainedServer) -> asyncio.Task[None]:
+    def revive_all(self) -> list[asyncio.Task[None]]:
+        """Return the tasks that bring back the servers that are not ready."""
+        return [self.revive(client) for client, state in self.states.items() if not state.is_ready]
+
+    def add(self, client: OpenAIClient) -> asyncio.Task[None]:
         """Add a server during the run; return the task that waits until it is ready.
 
         It gets the published weights, and is probed, before its first request.
         """
-        server.fleet, server.is_new, server.is_suspect = self, True, True
+        assert self._pool is not None
         # Whatever it reports: a label from before the run was restarted may match by chance.
-        server.needs_weights = self.version >= 0
-        self._clients.append(server)
-        self._watched.append(server)
-        if self._pool is not None:
-            self._pool.add(server)
+        self.states[client] = ServerState(
+            is_new=True, is_suspect=True, needs_weights=self.version >= 0
+        )
+        self._clients.append(client)
+        self._pool.add(client)
         leaving, self._leaving = self._leaving, None
         if leaving is not None:
             self.remove(leaving)
-        return self.revive(server)
+        return self.revive(client)
 
-    def remove(self, server: TrainedServer) -> None:
+    def remove(self, client: OpenAIClient) -> None:
         """Stop using a server; its calls move to others. Its client stays open.
 
         The last server stays until another is added; if it fails, the run waits for it.
         """
-        if server not in self._watched:
+        if client not in self.states:
             return
-        if len(self._watched) == 1:
-            self._leaving = server
+        assert self._pool is not None
+        if len(self.states) == 1:
+            self._leaving = client
             return
-        self._clients.remove(server)
-        self._watched.remove(server)
-        server.is_suspect = True  # for calls that have chosen it already
-        if self._pool is not None:
-            self._pool.remove(server)
-        task = self._revivals.pop(server, None)
+        self._clients.remove(client)
+        task = self.states.pop(client).revival
+        self._pool.remove(client)
         # `_revive` itself may remove its server.
         if task is not None and task is not asyncio.current_task():
             task.cancel()
-        self._way.forget(server)
+        self._way.forget(client)
 
     async def guard(self, work: Awaitable[T]) -> T:
         """Return what `work` returns.
@@ -270,24 +288,25 @@ class Servers:
 
     async def aclose(self) -> None:
         """Stop waiting for servers, and close the connections that carry weights."""
-        for task in self._revivals.values():
+        revivals = [state.revival for state in self.states.values() if state.revival is not None]
+        for task in revivals:
             task.cancel()
-        await asyncio.gather(*self._revivals.values(), return_exceptions=True)
+        await asyncio.gather(*revivals, return_exceptions=True)
         await self._way.aclose()
 
-    async def _revive(self, server: TrainedServer) -> None:
+    async def _revive(self, client: OpenAIClient) -> None:
         num_refused = number = 0
         while True:
-            if await server.is_up():
+            if await _is_up(client):
                 try:
-                    await self._renew(server)
-                    self._note_back(server)
+                    await self._renew(client)
+                    self._note_back(client)
                     return
                 # A probe that fails is a TrainingError.
                 except (ModelError, TrainingError) as error:
                     num_refused += 1
                     if num_refused == _MAX_REFUSALS:
-                        self._give_up(server, error)
+                        self._give_up(client, error)
                         return
                 except Exception as error:  # noqa: BLE001  `guard` raises it
                     self.lose(error)
@@ -295,7 +314,7 @@ class Servers:
             else:
                 # Only refusals in a row count: the process that comes back may be a new one.
                 num_refused = 0
-                self._note_away(server)
+                self._note_away(client)
                 if self._away_s() >= self._patience_s:
                     self.lose(
                         TrainingError(
@@ -305,87 +324,88 @@ class Servers:
                         )
                     )
                     return
-            wait_s = _WAITS.wait_s(number, None)
+            wait_s = WHILE_AWAY.wait_s(number, None)
             # No longer than the limit, so that the run ends when its notice said it would.
             await asyncio.sleep(min(wait_s, max(self._patience_s - self._away_s(), 0.01)))
             number += 1
 
-    async def _renew(self, server: TrainedServer) -> None:
+    async def _renew(self, client: OpenAIClient) -> None:
         """Send a server the published weights unless it has them, and probe it."""
         # The optimizer writes under the same lock, so a half-written model is never sent.
         async with self._lock:
-            await self._note_restart(server)
-            if server.needs_weights:
-                await self._way.send([server], self.version)
-                server.needs_weights = False
+            await self._note_restart(client)
+            state = self.states[client]
+            if state.needs_weights:
+                await self._way.send([client], self.version)
+                state.needs_weights = False
         # Without the lock, since a server that hangs must not keep the trainer from publishing.
         while self.probe is not None and self.version >= 0:
             version = self.version
-            token = PROBED.set(server)
             try:
-                await self.probe(server, version)
+                await self.probe(client, version)
                 return
             except TrainingError:
                 # If newer weights were published meanwhile, those are probed next.
                 if self.version == version:
-                    server.needs_weights = True
+                    state.needs_weights = True
                     raise
-            finally:
-                PROBED.reset(token)
 
-    def _give_up(self, server: TrainedServer, error: Exception) -> None:
+    def _give_up(self, client: OpenAIClient, error: Exception) -> None:
         """Remove a server that answers but is unusable; end the run if no other is usable."""
-        others = [each for each in self._watched if each is not server]
-        if all(each.is_suspect or each.needs_weights for each in others):
+        others = [state for each, state in self.states.items() if each is not client]
+        if not any(state.is_ready for state in others):
             self.lose(error)
             return
-        self.remove(server)
+        self.remove(client)
         self.notify(
-            f"{server.server.root_url} is no longer used: it answers, but could not be given "
+            f"{client.server.root_url} is no longer used: it answers, but could not be given "
             f"the weights of version {self.version}: {error} The run goes on with "
             f"{self._urls()}."
         )
 
-    async def _note_restart(self, server: TrainedServer) -> None:
+    async def _note_restart(self, client: OpenAIClient) -> None:
         """Ask a server for its version, and note it if it is wrong."""
         # Nothing was published yet, so no label can be wrong.
         if not self.labels:
             return
+        state = self.states[client]
         try:
-            label = await served_version(server.server, timeout_s=ASK_S)
+            label = await served_version(client.server, timeout_s=LABEL_TIMEOUT_S)
         except ModelError:
-            server.is_suspect = True
+            state.is_suspect = True
             raise
         if label in self.labels:
             return
         # Answers in flight may come from these weights: their callers compare the epoch.
-        server.epoch += 1
-        server.needs_weights = True
-        self._way.forget(server)
-        if server.is_new:
+        state.epoch += 1
+        state.needs_weights = True
+        self._way.forget(client)
+        if state.is_new:
             return
         self.notify(
-            f"{server.server.root_url} says that its weights are {label!r}, but version "
+            f"{client.server.root_url} says that its weights are {label!r}, but version "
             f"{self.version} was published: it was restarted, or another program publishes to it. "
             "It gets the run's weights before its next request."
         )
 
-    async def _is_away(self, server: TrainedServer) -> bool:
+    async def _is_away(self, client: OpenAIClient) -> bool:
         """Return whether a server that did not take weights is unreachable, and note it if so."""
-        if await server.is_up():
+        if await _is_up(client):
             return False
-        server.is_suspect = True
-        self._note_away(server)
+        if client in self.states:
+            self.states[client].is_suspect = True
+            self._note_away(client)
         return True
 
-    def _note_away(self, server: TrainedServer) -> None:
-        if server.away_since_s is not None:
+    def _note_away(self, client: OpenAIClient) -> None:
+        state = self.states[client]
+        if state.away_since_s is not None:
             return
-        server.away_since_s = monotonic()
+        state.away_since_s = monotonic()
         rest = "Its calls go to other servers."
-        if all(each.away_since_s is not None for each in self._watched):
+        if all(each.away_since_s is not None for each in self.states.values()):
             rest = f"The run waits, and ends after {self._patience()}."
-        self.notify(f"{server.server.root_url} does not answer. {rest}")
+        self.notify(f"{client.server.root_url} does not answer. {rest}")
 
     @property
     def _patience_s(self) -> float:
@@ -398,29 +418,39 @@ class Servers:
         is_start = self._patience_s < self._limit_s
         return f"{self._patience_s:g} s{' (none answered at the start)' if is_start else ''}"
 
-    def _note_back(self, server: TrainedServer) -> None:
-        server.is_suspect, self._has_answered = False, True
-        since_s, server.away_since_s = server.away_since_s, None
-        if server.is_new:
-            server.is_new = False
-            self.notify(f"{server.server.root_url} has joined, with version {self.version}.")
+    def _note_back(self, client: OpenAIClient) -> None:
+        state = self.states[client]
+        state.is_suspect, self._has_answered = False, True
+        since_s, state.away_since_s = state.away_since_s, None
+        if state.is_new:
+            state.is_new = False
+            self.notify(f"{client.server.root_url} has joined, with version {self.version}.")
         elif since_s is not None:
-            self.notify(f"{server.server.root_url} is back after {monotonic() - since_s:.0f} s.")
+            self.notify(f"{client.server.root_url} is back after {monotonic() - since_s:.0f} s.")
 
     def _away_s(self) -> float:
         """Return for how long no server has answered."""
-        since_s = [each.away_since_s for each in self._watched]
+        since_s = [state.away_since_s for state in self.states.values()]
         known = [each for each in since_s if each is not None]
         # The time counts from when the last server went away.
         return monotonic() - max(known) if len(known) == len(since_s) else 0.0
 
     def _urls(self) -> str:
-        return ", ".join(each.server.root_url for each in self._watched)
+        return ", ".join(each.server.root_url for each in self.states)
 
     def lose(self, failure: Exception) -> None:
         """End the run with this error: `guard` raises the first one."""
         self._failure = self._failure or failure
         self._lost.set()
+
+
+async def _is_up(client: Any) -> bool:
+    """Return whether a server answers at all."""
+    try:
+        await client.check_health()
+    except ModelError:
+        return False
+    return True
 
 
 def weight_way(
@@ -509,9 +539,7 @@ def server_engine(config: TrainConfig, model: Any, tokenizer: Any) -> tuple[Any,
     # A model may end its turns with more ids than the tokenizer's single one.
     renderer = ChatRenderer(tokenizer, end_ids=[int(i) for i in known if i is not None])
     vocab_size = int(model.get_input_embeddings().weight.shape[0])
-    clients = [
-        server_client(TrainedServer, config, url, renderer, vocab_size) for url in section.urls
-    ]
+    clients = [server_client(config, url, renderer, vocab_size) for url in section.urls]
     # A call may wait as long as the run does, and then needs its own time in addition.
     deadline_s = AWAY_LIMIT_S + max(client.server.deadline_s for client in clients)
     pool = EndpointPool(clients, deadline_s=deadline_s)

@@ -14,7 +14,7 @@ import numpy as np
 
 from rolltree.inference.call import Answer, ModelCall
 from rolltree.inference.chat import ChatRenderer
-from rolltree.inference.client_base import RootClient, annotate_sampling
+from rolltree.inference.client_base import RootClient
 from rolltree.inference.deltas import TokenListener
 from rolltree.inference.engine import SampledToken
 from rolltree.inference.session import Prompt, TokenSession
@@ -88,8 +88,7 @@ class ScriptedClient(RootClient[_ScriptedMemory]):
 
     async def call(self, call: ModelCall) -> ModelResponse:
         """Return the next answer, without memory of earlier calls."""
-        response = await self.respond(call, _ScriptedMemory(self.renderer, self._script))
-        return annotate_sampling(response, call.sampling)
+        return await self.respond(call, _ScriptedMemory(self.renderer, self._script))
 
     async def respond(self, call: ModelCall, memory: _ScriptedMemory) -> ModelResponse:
         """Return the script's next answer; a function is called with messages or decoded ids."""
@@ -131,7 +130,7 @@ class ScriptedClient(RootClient[_ScriptedMemory]):
         listener = TokenListener(self.renderer, call)
         for token, logprob in zip(reply.ids[:-1].tolist(), reply.logprobs.tolist(), strict=False):
             await asyncio.sleep(self.token_delay_s)
-            listener.hear(SampledToken(token, logprob, None, self.version))
+            listener.put(SampledToken(token, logprob, None, self.version))
         await asyncio.sleep(self.token_delay_s)
 
     async def aclose(self) -> None:

@@ -112,11 +112,12 @@ class TrainConfig(Section, frozen=True):
                 "and leave engine.kind out."
             )
         defaults = EngineSection()
-        for name in ("kv_budget_bytes", "prefill_chunk"):
+        for name in ("kv_budget_bytes", "prefill_chunk", "max_concurrent"):
             if getattr(self.engine, name) != getattr(defaults, name):
                 raise ConfigError(
-                    f"there is a [cluster] and engine.{name} is set, which its engines do not "
-                    "take, so it would have no effect. Leave it out."
+                    f"there is a [cluster] and engine.{name} is set, which it does not read, so it "
+                    "would have no effect. Leave it out (cluster.slots_per_worker says how many "
+                    "rollouts a worker plays at a time)."
                 )
 
     def may_change(self) -> tuple[str, ...]:

@@ -18,7 +18,7 @@ from time import monotonic
 import numpy as np
 
 from rolltree.inference.request_fields import distribution_changes
-from rolltree.inference.retry import RetryPolicy
+from rolltree.inference.retry import WHILE_AWAY as _WAITS
 from rolltree.rollouts import (
     GroupScorer,
     GroupStrategy,
@@ -44,7 +44,6 @@ AWAY_LIMIT_S = 1800.0
 a large model. After it the same command continues the run, so nothing is lost."""
 # Per start of the run; the next start repeats them again (design/0014).
 _NUM_REPEATS = 3
-_WAITS = RetryPolicy(first_wait_s=0.5, max_wait_s=30.0)
 
 
 def forked_at(run: Run) -> int:

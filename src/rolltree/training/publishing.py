@@ -71,6 +71,14 @@ class RunHooks(Protocol):
         """Return what `work` returns, or raise if the engine is lost meanwhile."""
         return await work
 
+    async def counted(self, client: Any, ask: Callable[[], Awaitable[Any]]) -> Any:
+        """Return the answer that `ask` gets from one client, if it has the published weights."""
+        return await ask()
+
+    def is_away(self, client: Any) -> bool:
+        """Whether one client failed apart from the others, and gets the weights later."""
+        return False
+
     def announce_kept_weights(self) -> None:
         """Tell the user at the end of a run where the trained weights are still served."""
         return
@@ -193,14 +201,15 @@ class Publisher:
         after = await run_shielded(asyncio.to_thread(self._score, self._prompts))
         scored = self._scored = _Scored(version, self._prompts, self._before, after)
         probes: list[_Differences] = []
+        hooks = run_hooks(self._engine)
         for client in getattr(self._client, "clients", [self._client]):
-            if getattr(client, "is_suspect", False):
+            if hooks.is_away(client):
                 continue
             try:
-                probes.append(await self._check(client, scored, is_old=not shares))
+                probes.append(await self._check(client, scored, hooks, is_old=not shares))
             # A server that died during the probe gets the weights before its next request.
             except ModelError:
-                if not getattr(client, "is_suspect", False):
+                if not hooks.is_away(client):
                     raise
         if not probes:
             return {}
@@ -219,7 +228,8 @@ class Publisher:
             ModelError: it does not answer.
         """
         if self._scored is not None and self._scored.version == version:
-            await self._check(client, self._scored, is_old=True)
+            # Not counted: no answer of the server counts before it is probed.
+            await self._check(client, self._scored, _NO_HOOKS, is_old=True)
 
     def shares_memory(self) -> bool:
         """Return whether the engine computes with the very tensors that are trained."""
@@ -231,10 +241,12 @@ class Publisher:
         own = [p for p in self._model.parameters() if p.requires_grad]
         return all((p.data_ptr(), p.numel()) in addresses for p in own)
 
-    async def _check(self, client: Any, scored: _Scored, *, is_old: bool) -> _Differences:
+    async def _check(
+        self, client: Any, scored: _Scored, hooks: RunHooks, *, is_old: bool
+    ) -> _Differences:
         """Probe one client; if the result looks wrong, sample more and judge all tries together.
 
-        `is_old`: the client may serve the weights from before the step.
+        `hooks` decide which answers count. `is_old`: it may serve the weights from before the step.
         """
         # A server that was away at the first publish is judged by the others' noise.
         noise = self._noise.get(client, max(self._noise.values(), default=None))
@@ -243,7 +255,7 @@ class Publisher:
         ids, logprobs = np.empty(0, np.int32), np.empty(0, np.float32)
         for number in range(_NUM_TRIES):
             # Different seeds in each try, so the tries are independent and are judged together.
-            more = await _sample(client, scored, version * _NUM_TRIES + number)
+            more = await _sample(client, scored, hooks, version * _NUM_TRIES + number)
             ids, logprobs = np.append(ids, more[0]), np.append(logprobs, more[1])
             differences = _compare(ids, logprobs, scored.before, scored.after)
             why = differences.why_not(noise, self._tolerance)
@@ -274,17 +286,19 @@ class _Scored:
     after: FloatArray
 
 
-async def _sample(client: Any, scored: _Scored, seed: int) -> tuple[IntArray, FloatArray]:
+async def _sample(
+    client: Any, scored: _Scored, hooks: RunHooks, seed: int
+) -> tuple[IntArray, FloatArray]:
     """Return the token that a client samples after each prompt, and its logprob."""
     # One token, because `before` has the distribution of the next token only (design/0022).
     sampling = SamplingParams(temperature=1.0, max_tokens=1)
     size = len(scored.prompts)
-    answers = await asyncio.gather(
-        *(
-            client.generate(GenerateRequest(prompt, replace(sampling, seed=seed * size + number)))
-            for number, prompt in enumerate(scored.prompts)
-        )
-    )
+    requests = [
+        GenerateRequest(prompt, replace(sampling, seed=seed * size + number))
+        for number, prompt in enumerate(scored.prompts)
+    ]
+    asking = (hooks.counted(client, partial(client.generate, request)) for request in requests)
+    answers = await asyncio.gather(*asking)
     for answer in answers:
         if answer.completion_ids is None or answer.logprobs is None:
             raise TrainingError(

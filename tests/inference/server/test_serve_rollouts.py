@@ -67,7 +67,7 @@ async def test_a_multi_turn_rollouts_prompts_are_the_servers_own(
         messages.append(got.message)
         last = got
     await client.aclose()
-    assert client.token_in.is_absent is (endpoint == "completions")
+    assert (client.token_endpoint == "completions") is (endpoint == "completions")
 
 
 @ENDPOINTS

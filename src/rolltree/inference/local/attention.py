@@ -159,7 +159,7 @@ def attend(
             # place is cheaper than gathering the busy rows.
             spread = query.new_zeros((decode.num_rows, *query.shape[1:]))
             asked = spread.index_copy_(0, decode.rows, asked)
-        found = _softmax_attention(
+        attended = _softmax_attention(
             asked.view(decode.num_rows, -1, group, query.shape[2]),
             keys[: decode.num_rows, :, decode.first : decode.length],
             values[: decode.num_rows, :, decode.first : decode.length],
@@ -167,12 +167,12 @@ def attend(
             scaling,
             extras,
         ).view(*asked.shape[:2], -1)
-        parts.append(found if decode.rows is None else found[decode.rows])
+        parts.append(attended if decode.rows is None else attended[decode.rows])
     for prefill in plan.prefills:
         num_rows = len(prefill.rows)
         asked = query[prefill.tokens].view(num_rows, -1, *query.shape[1:]).transpose(1, 2)
         seen = slice(prefill.first, prefill.length)
-        found = _softmax_attention(
+        attended = _softmax_attention(
             asked,
             _repeated(keys[:, :, seen], prefill.rows, group),
             _repeated(values[:, :, seen], prefill.rows, group),
@@ -180,7 +180,7 @@ def attend(
             scaling,
             extras,
         )
-        parts.append(found.transpose(1, 2).flatten(0, 1))
+        parts.append(attended.transpose(1, 2).flatten(0, 1))
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
@@ -196,9 +196,9 @@ def _attend_alone(
 
     Padding tokens, after those in `plan.alone`, repeat the last token and get its result.
     """
-    found = query.new_empty((*query.shape[:2], values.shape[3]))
+    attended = query.new_empty((*query.shape[:2], values.shape[3]))
     for index, (row, length, first) in enumerate(plan.alone):
-        found[index] = _softmax_attention(
+        attended[index] = _softmax_attention(
             # Query heads that share keys become queries of one head, so keys are not repeated.
             query[index].view(1, keys.shape[1], -1, query.shape[2]),
             keys[row, None, :, first:length],
@@ -208,8 +208,8 @@ def _attend_alone(
             extras,
             causal=False,
         ).flatten(0, 2)
-    found[len(plan.alone) :] = found[len(plan.alone) - 1]
-    return found
+    attended[len(plan.alone) :] = attended[len(plan.alone) - 1]
+    return attended
 
 
 def _softmax_attention(

@@ -6,15 +6,18 @@ import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from rolltree.inference.call import Answer
+import numpy as np
+
+from rolltree.inference.call import Answer, ModelCall
 from rolltree.inference.chat import ChatRenderer
-from rolltree.inference.client_base import TokenClient, check_model
+from rolltree.inference.client_base import RootClient, check_model
 from rolltree.inference.engine import EngineThread, SampledToken
 from rolltree.inference.local.engine import LocalEngine
-from rolltree.values.types import FinishReason, GenerateRequest
+from rolltree.inference.session import Prompt, TokenSession, num_characters
+from rolltree.values.types import FinishReason, GenerateRequest, ModelResponse
 
 
-class LocalClient(TokenClient):
+class LocalClient(RootClient[TokenSession]):
     """A `ModelClient` over an engine in this process.
 
     Args:
@@ -51,15 +54,36 @@ class LocalClient(TokenClient):
         """The most tokens of a prompt and its completion."""
         return self.engine.max_context
 
-    async def sample(
-        self, request: GenerateRequest, on_token: Callable[[SampledToken], None] | None = None
-    ) -> Answer:
-        """Sample one completion after exactly `request.prompt_ids`.
+    def new_memory(self) -> TokenSession:
+        """Return the empty memory of a new session."""
+        return TokenSession(self.renderer)
+
+    async def respond(self, call: ModelCall, memory: TokenSession) -> ModelResponse:
+        """Sample a completion of the prompt; a prompt of ids is not remembered.
 
         Raises:
             ModelError: as in `EngineThread.generate`; `UnsupportedSetting` if the request names a
                 different model.
         """
+        if isinstance(call.prompt, np.ndarray):
+            memory, prompt = TokenSession(self.renderer), Prompt(call.prompt)
+        else:
+            # A tokenizer takes a minute for megabytes, and meanwhile nothing else runs.
+            self.renderer.vocabulary.check_size(num_characters(call.prompt), self.max_context)
+            prompt = memory.prepare(
+                call.prompt, call.tools, message_type=call.message_type, model=call.model
+            )
+        on_token = None
+        if call.on_delta is not None:
+            from rolltree.inference.deltas import TokenListener
+
+            on_token = TokenListener(self.renderer, call).put
+        request = GenerateRequest(prompt.ids, call.sampling, call.model)
+        return memory.complete(prompt, await self._sample(request, on_token), call)
+
+    async def _sample(
+        self, request: GenerateRequest, on_token: Callable[[SampledToken], None] | None
+    ) -> Answer:
         check_model(request.model, self._model)
         output = await self.engine.generate(request, on_token)
         stopped = output.finish_reason == FinishReason.STOP

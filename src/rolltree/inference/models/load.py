@@ -262,7 +262,7 @@ def _with_weights(path: Path, dtype: str, weights: Any) -> Any:
 
     options = {"dtype": getattr(torch, dtype), "output_loading_info": True, "use_safetensors": True}
     if any(path.glob("*.safetensors")):
-        model, found = AutoModelForCausalLM.from_pretrained(path, **options, **_SAFE)
+        model, report = AutoModelForCausalLM.from_pretrained(path, **options, **_SAFE)
     else:
         config = AutoConfig.from_pretrained(path, **_SAFE)
         tensors = {name: weights.read(name) for name in sorted(weights.names)}
@@ -270,7 +270,7 @@ def _with_weights(path: Path, dtype: str, weights: Any) -> Any:
         # Made only to find the class of the config; on "meta" it takes no memory.
         with torch.device("meta"):
             skeleton = AutoModelForCausalLM.from_config(config)
-        model, found = type(skeleton).from_pretrained(None, **options)
+        model, report = type(skeleton).from_pretrained(None, **options)
         model.config.name_or_path = str(path)
         if (path / "generation_config.json").is_file():
             model.generation_config = GenerationConfig.from_pretrained(path, local_files_only=True)
@@ -278,7 +278,7 @@ def _with_weights(path: Path, dtype: str, weights: Any) -> Any:
         ("missing_keys", "is not in its files"),
         ("unexpected_keys", "is not this model's"),
     ):
-        names = sorted(found[kind])
+        names = sorted(report[kind])
         if names:
             raise ValueError(f"the weight {names[0]} {what} ({len(names)} in all).")
     return model

@@ -149,7 +149,7 @@ class Broker:
         host: the address to listen on.
         token: the token that every request must carry.
         queue_bytes: the size of results that may wait to be stored; workers keep the others.
-        there: returns the names of the workers that the driver sees; None if they are not known.
+        visible: returns the names of the workers that the driver sees; None if they are not known.
         silent_s: seconds without a poll after which a worker loses its items.
     """
 
@@ -159,7 +159,7 @@ class Broker:
         token: str,
         *,
         queue_bytes: int = QUEUE_BYTES,
-        there: Callable[[], Collection[str] | None] = lambda: None,
+        visible: Callable[[], Collection[str] | None] = lambda: None,
         silent_s: float = SILENT_S,
     ) -> None:
         self.url = ""
@@ -167,7 +167,7 @@ class Broker:
         self.life = secrets.token_hex(8)
         self.counts = BrokerCounts()
         self._host, self._token = host, token
-        self._queue_bytes, self._there = queue_bytes, there
+        self._queue_bytes, self._visible = queue_bytes, visible
         self._leases: Leases[Offer] = Leases(silent_s, time.monotonic)
         self._head: Head | None = None
         # Stored results that came without an open offer, kept for a later one.
@@ -260,7 +260,7 @@ class Broker:
             self._loop.close()
 
     async def _run(self) -> None:
-        self._stopping, self._news = asyncio.Event(), asyncio.Event()
+        self._stopping, self._offered = asyncio.Event(), asyncio.Event()
         self._arrivals: asyncio.Queue[_Arrivals] = asyncio.Queue()
         # No size limit here, because `_body` checks sizes.
         guards = [token_guard(self._token), self._when_ready]
@@ -300,7 +300,7 @@ class Broker:
                 before = self._leases.num_queued
                 given_up = [
                     offer
-                    for item_id in self._leases.expire(self._there())
+                    for item_id in self._leases.expire(self._visible())
                     if (offer := self._leases.claim(item_id)) is not None
                 ]
                 is_more = self._leases.num_queued > before
@@ -319,7 +319,7 @@ class Broker:
                 offer.done([ItemOutcome(offer.item_id, (), error)])
 
     def _changed(self) -> None:
-        self._news.set()
+        self._offered.set()
 
     async def _give_up(self, offer: Offer) -> None:
         """Store an offer's rollouts as failed, since they may be what kills their workers."""
@@ -334,7 +334,7 @@ class Broker:
         pairs = [(result, encode_result(result)) for result in failed]
         rows = [row for _, rows in pairs for row in rows]
         await asyncio.to_thread(
-            self._there_is.run.add_rollouts,
+            self._known_head.run.add_rollouts,
             rows,
             replace_failed=offer.replace_failed,
             replaced=offer.replaced,
@@ -355,24 +355,24 @@ class Broker:
             return refusal(400, f"{error}")
 
     @property
-    def _there_is(self) -> Head:
+    def _known_head(self) -> Head:
         assert self._head is not None  # checked by `_when_ready`
         return self._head
 
     async def _work(self, request: web.Request) -> web.Response:
         poll = read_message(Poll, await self._body(request))
         with self._lock:
-            drop = self._leases.hear(poll.worker, poll.life, poll.slots, poll.have)
+            drop = self._leases.poll(poll.worker, poll.life, poll.slots, poll.have)
             leased = self._leases.take(poll.worker, poll.free)
         end = time.monotonic() + min(poll.wait_s, _MAX_WAIT_S)
         while not leased and not drop and poll.free > 0 and not self._stopping.is_set():
             left_s = end - time.monotonic()
             if left_s <= 0:
                 break
-            self._news.clear()
+            self._offered.clear()
             try:
                 async with asyncio.timeout(left_s):
-                    await self._news.wait()
+                    await self._offered.wait()
             except TimeoutError:
                 break
             with self._lock:
@@ -384,18 +384,18 @@ class Broker:
             Item(item_id=each.item_id, attempt=each.attempt, requests=each.content.encoded)
             for each in leased
         )
-        fleet = self._there_is.fleet()
+        fleet = self._known_head.fleet()
         return _answer(Work(head=self.life, items=items, drop=tuple(drop), fleet=fleet))
 
     async def _fleet(self, request: web.Request) -> web.Response:
-        return _answer(self._there_is.fleet())
+        return _answer(self._known_head.fleet())
 
     async def _served(self, request: web.Request) -> web.Response:
-        return _answer(self._there_is.served)
+        return _answer(self._known_head.served)
 
     async def _suspect(self, request: web.Request) -> web.Response:
-        self._there_is.suspect(read_message(Suspect, await self._body(request)).url)
-        return _answer(self._there_is.fleet())
+        self._known_head.suspect(read_message(Suspect, await self._body(request)).url)
+        return _answer(self._known_head.fleet())
 
     async def _body(self, request: web.Request) -> bytes:
         _size(request, _MAX_POLL_BYTES)
@@ -496,7 +496,7 @@ class Broker:
 
     def _store(self, batch: Sequence[_Arrival]) -> None:
         """Check and store results, and set the status of each."""
-        run = self._there_is.run
+        run = self._known_head.run
         kept: dict[bool, list[_Arrival]] = {False: [], True: []}
         for arrival in batch:
             if arrival.status:
@@ -539,9 +539,9 @@ class Broker:
             for rows, request in zip(given.results, offer.requests, strict=True)
         ]
 
-    def _is_wanted(self, found: Stored) -> bool:
+    def _is_wanted(self, result: Stored) -> bool:
         """Whether this run will ask for a result for which there is no offer now."""
-        head, row = self._there_is, found[1][0]
+        head, row = self._known_head, result[1][0]
         # An evaluation asks for its rollouts again. A failure may be due to the last head's end.
         return (
             row.phase == "train"

@@ -94,7 +94,7 @@ class Driver:
             self.token,
             {
                 "/register": (Registration, self.roster.register),
-                "/beat": (Beat, self.roster.hear),
+                "/beat": (Beat, self.roster.note_beat),
                 "/scale": (Scale, self.scale),
                 "/fail": (RoleFailure, self._fail),
                 "/note": (Note, lambda of: self.notice(f"{of.name}: {of.message}")),
@@ -336,17 +336,17 @@ class Driver:
     def _fail(self, failure: RoleFailure) -> None:
         """Go on without a role that cannot work, unless no other can do its work."""
         name, role = failure.name, self.roster.roles.get(failure.name)
-        told = f"{name} cannot go on ({failure.error}): {failure.message}"
+        notice = f"{name} cannot go on ({failure.error}): {failure.message}"
         # The trainer's process has ranks, which speak for it.
         if role is None or not (
             role.kind == "trainer" or failure.pid in (None, role.place.get("pid"))
         ):
             if role is not None and not role.is_kept:
                 self.roster.removed(name)
-            self.notice(f"{told} It was started by hand; the run goes on without it.")
+            self.notice(f"{notice} It was started by hand; the run goes on without it.")
             return
         role.is_unable = True
-        told += f" Its log is {self._log(name)}."
+        notice += f" Its log is {self._log(name)}."
         others = [
             each.name
             for each in self.roster.roles.values()
@@ -354,9 +354,9 @@ class Driver:
         ]
         if others:
             them = ", ".join(others) if len(others) < 4 else f"{len(others)} others"
-            self.notice(f"{told} It is not started again; the run goes on with {them}.")
+            self.notice(f"{notice} It is not started again; the run goes on with {them}.")
         else:
-            self._finish(ClusterError(told))
+            self._finish(ClusterError(notice))
 
     def _status(self) -> Mapping[str, Any]:
         return {

@@ -90,7 +90,7 @@ class Leases(Generic[T]):
         for item_id in item_ids:
             self._close(item_id)
 
-    def hear(self, worker: str, life: str, slots: int, have: Collection[str] | None) -> list[str]:
+    def poll(self, worker: str, life: str, slots: int, have: Collection[str] | None) -> list[str]:
         """Note a poll, and return the items that the worker has and need not play any more.
 
         `life` identifies its process, `slots` is how many rollouts it can play at a time. `have` is
@@ -158,16 +158,16 @@ class Leases(Generic[T]):
         else:
             self._requeue([item_id])
 
-    def expire(self, there: Collection[str] | None = None) -> list[str]:
+    def expire(self, visible: Collection[str] | None = None) -> list[str]:
         """Take back the items of lost workers, and return the ids of items that are given up.
 
-        `there` names the workers that the driver sees, if known; a worker that it does not see is
+        `visible` names the workers that the driver sees, if known; a worker that it does not see is
         lost after a tenth of `silent_s`.
         """
         now = self._clock()
         for name, worker in list(self._workers.items()):
             silent_s = now - worker.heard_at
-            is_gone = there is not None and name not in there and silent_s > self._silent_s / 10
+            is_gone = visible is not None and name not in visible and silent_s > self._silent_s / 10
             if silent_s > self._silent_s or is_gone:
                 self._lose(name)
         given_up, self._given_up = self._given_up, []

@@ -100,7 +100,7 @@ def with_engines(config: TrainConfig, urls: list[str]) -> TrainConfig:
     """Return the config of a process that reaches the engines at these addresses."""
     given = config.engine
     # The other settings of the section were used to start the engines.
-    kept = ("probe_tolerance", "max_concurrent", "time_limit_s", "deadline_s", "retries")
+    kept = ("probe_tolerance", "time_limit_s", "deadline_s", "retries")
     section = EngineSection(
         kind="servers",
         urls=tuple(f"{url}/v1" for url in urls),

@@ -129,7 +129,7 @@ class Roster:
         role.registration, role.beat, role.stall = given, None, None
         role.registered_at = role.heard_at = self._clock()
 
-    def hear(self, beat: Beat) -> dict[str, Any]:
+    def note_beat(self, beat: Beat) -> dict[str, Any]:
         """Note a beat and return its answer.
 
         Raises:

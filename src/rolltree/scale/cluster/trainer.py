@@ -23,7 +23,7 @@ from rolltree.scale.cluster.messages import EngineState, FleetState, Served
 from rolltree.scale.cluster.relay import HeadReporter
 from rolltree.scale.cluster.remote import RemoteRollouts
 from rolltree.scale.cluster.roles import with_engines
-from rolltree.scale.server_client import TrainedServer, server_client
+from rolltree.scale.fleet import server_client
 from rolltree.scale.servers import Servers
 from rolltree.store import Run
 from rolltree.training import TrainConfig, TrainParts
@@ -47,7 +47,7 @@ class HeadProcess:
         self.broker = Broker(
             link.host,
             link.token,
-            there=lambda: self.beats.answer.get("workers"),
+            visible=lambda: self.beats.answer.get("workers"),
         )
         self.broker.start()
         self._settings = settings
@@ -92,17 +92,17 @@ class HeadProcess:
         )
 
         def suspect(url: str) -> None:
-            for client in pool.clients:
-                if client.server.base_url == url and not client.is_suspect:
-                    client.is_suspect = True
-                    loop.call_soon_threadsafe(_revive, servers, client)
+            for client, state in servers.states.copy().items():
+                if client.server.base_url == url and not state.is_suspect:
+                    state.is_suspect = True
+                    loop.call_soon_threadsafe(servers.revive_all)
 
         self._run = run
         early, self._early = self._early, []
         for message in early:
             run.add_event("notice", {"message": message})
         env_id = source.env_id
-        self.broker.attach(Head(run, env_id, served, lambda: _fleet(servers, pool), suspect))
+        self.broker.attach(Head(run, env_id, served, lambda: _fleet(servers), suspect))
         settings = self._settings
         rollouts = RemoteRollouts(
             source,
@@ -143,12 +143,10 @@ class HeadProcess:
             known = (known | clients.keys()) & urls
             for url in sorted(urls - known):
                 renderer = pool.clients[0].renderer
-                servers.add(server_client(TrainedServer, config, url, renderer, vocab_size))
+                servers.add(server_client(config, url, renderer, vocab_size))
             # Elsewhere, calls bring engines back, but the head makes none: an engine that missed a
             # publish, or failed outside of a worker's call, would stay out forever.
-            for client in pool.clients:
-                if client.is_suspect or client.needs_weights:
-                    _revive(servers, client)
+            servers.revive_all()
             # An empty list means that the driver knows no engines yet, not that all are gone.
             for url in sorted(clients.keys() - urls) if urls else ():
                 servers.remove(clients[url])
@@ -164,26 +162,20 @@ class HeadProcess:
             run.add_event("notice", {"message": message})
 
 
-def _fleet(servers: Servers, pool: EndpointPool) -> FleetState:
+def _fleet(servers: Servers) -> FleetState:
     """Return the state of the engines for workers; called from the broker's thread."""
     engines = [
         EngineState(
             url=client.server.base_url,
-            is_ready=not (client.is_suspect or client.needs_weights) and servers.version >= 0,
+            is_ready=state.is_ready and servers.version >= 0,
             version=client.version,
-            epoch=client.epoch,
+            epoch=state.epoch,
         )
-        for client in pool.clients
+        for client, state in servers.states.copy().items()
     ]
     return FleetState(
         version=servers.version, labels=tuple(sorted(servers.labels)), engines=tuple(engines)
     )
-
-
-def _revive(servers: Servers, client: TrainedServer) -> None:
-    # The client may have been removed meanwhile.
-    with suppress(RolltreeError):
-        servers.revive(client)
 
 
 def _end_with(servers: Servers, ticking: asyncio.Task[None]) -> None:

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from io import BytesIO
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import aiohttp
 
@@ -27,6 +27,7 @@ from rolltree._helpers.tasks import yield_fairly
 from rolltree.environments import load_environment
 from rolltree.inference import ChatRenderer, EndpointPool
 from rolltree.inference.models import load_tokenizer
+from rolltree.inference.openai_client import OpenAIClient
 from rolltree.rollouts import RolloutEngine
 from rolltree.rollouts.requests import current_episode
 from rolltree.rollouts.wire import request_from_bytes, result_to_rows
@@ -47,7 +48,7 @@ from rolltree.scale.cluster.messages import (
     read_message,
 )
 from rolltree.scale.cluster.roles import with_engines
-from rolltree.scale.server_client import TrainedServer, server_client
+from rolltree.scale.fleet import Fleet, ServerState, server_client
 from rolltree.training import TrainConfig
 from rolltree.training.launch import stop_on_sigterm
 from rolltree.training.plan import AWAY_LIMIT_S
@@ -131,7 +132,7 @@ class HeadClient:
         return read_message(kind, content)
 
 
-class Engines:
+class Engines(Fleet):
     """The engines as the head sees them; takes the place of `Servers` when a call is made.
 
     A call is made only on an engine that the head reports as ready, and counts only if the engine
@@ -139,20 +140,11 @@ class Engines:
     """
 
     def __init__(self, head: HeadClient, first: FleetState) -> None:
+        super().__init__()
         self._head, self._state = head, first
         self._by_url: dict[str, EngineState] = {}
         self._asking: asyncio.Task[None] | None = None
         self.take(first)
-
-    @property
-    def version(self) -> int:
-        """The last published version."""
-        return self._state.version
-
-    @property
-    def labels(self) -> tuple[str, ...]:
-        """The labels that engines may report."""
-        return self._state.labels
 
     @property
     def urls(self) -> list[str]:
@@ -166,7 +158,7 @@ class Engines:
 
     def take(self, state: FleetState) -> None:
         """Use the state that the head has sent."""
-        self._state = state
+        self._state, self.version, self.labels = state, state.version, state.labels
         self._by_url = {engine.url: engine for engine in state.engines}
 
     async def refresh(self) -> None:
@@ -179,20 +171,21 @@ class Engines:
         with suppress(HeadLost):
             self.take(await self._head.ask(FleetState, "/fleet"))
 
-    async def ready(self, server: RoutedServer) -> float:
+    async def ready(self, client: OpenAIClient) -> float:
         """Wait until an engine can be called; return the seconds waited.
 
         Raises:
             ConnectionFailed: another engine can be called instead.
         """
-        began, url = time.monotonic(), server.server.base_url
-        if server.is_suspect:
+        began, url = time.monotonic(), client.server.base_url
+        state = self.states.setdefault(client, ServerState())
+        if state.is_suspect:
             with suppress(HeadLost):
                 self.take(await self._head.ask(FleetState, "/suspect", Suspect(url=url)))
-                server.is_suspect = False
+                state.is_suspect = False
         # The rollout's deadline is suspended: it is not the model's fault that an engine is away.
         episode = current_episode()
-        while server.is_suspect or not self._is_ready(url):
+        while state.is_suspect or not self._is_ready(url):
             if any(engine.is_ready and engine.url != url for engine in self._state.engines):
                 raise ConnectionFailed(
                     f"{url} is away, or does not have the run's weights yet. The call is made on "
@@ -202,33 +195,33 @@ class Engines:
                 await asyncio.sleep(_RETRY_S)
                 await self.refresh()
             # A new head was not told of the suspicion, but checks every engine anyway.
-            server.is_suspect = False
+            state.is_suspect = False
         known = self._by_url[url]
-        server.version, server.epoch = known.version, known.epoch
+        client.version, state.epoch = known.version, known.epoch
+        self.states[client] = state  # it may have left meanwhile, and come back
         return time.monotonic() - began
 
     def _is_ready(self, url: str) -> bool:
         known = self._by_url.get(url)
         return known is not None and known.is_ready
 
-    async def update(self, server: RoutedServer, label: str) -> None:
-        """Compare an engine's label with what was published, and note its epoch."""
+    def check(self, client: OpenAIClient) -> None:
+        """Check that no call on an engine failed since the head was last asked about it.
+
+        Raises:
+            ConnectionFailed: one did; the next call reports the engine to the head.
+        """
+        state = self.states.get(client)
+        if state is not None and state.is_suspect:
+            raise ConnectionFailed(f"{client.server.root_url} has yet to get the run's weights.")
+
+    async def _label(self, client: OpenAIClient, state: ServerState) -> str:
+        label = await super()._label(client, state)
         if label not in self.labels:
             # The head may have published since the last refresh.
             await self.refresh()
-        known = self._by_url.get(server.server.base_url)
-        server.epoch = -1 if known is None else known.epoch
-
-    def revive(self, server: RoutedServer) -> None:
-        """Do nothing: the next call reports the engine to the head."""
-
-
-class RoutedServer(TrainedServer):
-    """The client of one engine, in a worker."""
-
-    async def _label(self) -> str:
-        label = await super()._label()
-        await cast(Engines, self.fleet).update(self, label)
+        known = self._by_url.get(client.server.base_url)
+        state.epoch = -1 if known is None else known.epoch
         return label
 
 
@@ -284,6 +277,7 @@ class Worker:
         # A call waits for engines for as long as the head does, and needs its own time after that.
         limit_s = AWAY_LIMIT_S + max(c.server.deadline_s for c in clients)
         pool = EndpointPool(clients, deadline_s=limit_s)
+        pool.fleet = self._engines
         self._rollouts = RolloutEngine(
             source,
             pool,
@@ -314,11 +308,9 @@ class Worker:
             self._beats.hurry()
             await asyncio.sleep(_RETRY_S)
 
-    def _client(self, url: str) -> RoutedServer:
+    def _client(self, url: str) -> OpenAIClient:
         config = with_engines(self._config, [url.removesuffix("/v1")])
-        client = server_client(RoutedServer, config, url, self._renderer, self._vocab_size)
-        client.fleet = cast(Any, self._engines)
-        return client
+        return server_client(config, url, self._renderer, self._vocab_size)
 
     async def _work(self, pool: EndpointPool) -> None:
         delivering = asyncio.create_task(self._deliver())
@@ -398,6 +390,7 @@ class Worker:
         for url, client in known.items():
             if url not in urls:
                 pool.remove(client)  # its rollouts move to other engines
+                self._engines.states.pop(client, None)
 
     async def _finish(self, item: Item, old: asyncio.Task[None] | None) -> None:
         """Play an item and send its results."""

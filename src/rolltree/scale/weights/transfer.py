@@ -22,7 +22,7 @@ from torch import Tensor
 from rolltree._helpers.tasks import wait_shielded
 from rolltree.inference.http import HttpClient
 from rolltree.inference.reachable import call
-from rolltree.inference.retry import RetryPolicy
+from rolltree.inference.retry import ONCE, RetryPolicy
 from rolltree.scale.weights.buckets import Bucket, TensorSpec, fill_buckets, specs_to_data
 from rolltree.scale.weights.channel import (
     BackendName,
@@ -47,7 +47,6 @@ SETUP = (
     """--weight-transfer-config '{"backend": "rolltree"}'."""
 )
 # A repeated request would join a transfer that is already under way (design/0012).
-_ONCE = RetryPolicy(max_retries=0)
 _FEW = RetryPolicy(max_retries=3, first_wait_s=0.1)
 # How long /update_weights may take: practically unlimited, since the transfer has its own limits.
 _DAY_S = 86400.0
@@ -203,7 +202,7 @@ class WeightTransfer:
                 server,
                 "/init_weight_transfer_engine",
                 body,
-                retry=_ONCE,
+                retry=ONCE,
                 timeout_s=3 * self._timeout_s,
             )
         )
@@ -248,7 +247,7 @@ class WeightTransfer:
         await _start(server)
         sent = await broadcast.join(server, channel)
         asked = asyncio.ensure_future(
-            call(server, "/update_weights", {"update_info": info}, retry=_ONCE, timeout_s=_DAY_S)
+            call(server, "/update_weights", {"update_info": info}, retry=ONCE, timeout_s=_DAY_S)
         )
         # A server that answers with an error reads no more buckets, so its channel is closed.
         asked.add_done_callback(lambda done: _close_if_failed(done, channel))
@@ -269,7 +268,7 @@ class WeightTransfer:
                 )
         finally:
             await _cancel_request(asked)
-        await call(server, "/finish_weight_update", {}, retry=_ONCE)
+        await call(server, "/finish_weight_update", {}, retry=ONCE)
 
 
 class _Broadcast:
@@ -329,13 +328,13 @@ def _listed(named_tensors: Iterable[tuple[str, Tensor]]) -> tuple[list[str], lis
 async def _start(server: HttpClient) -> None:
     """Start an update; abandon an earlier update that a killed trainer left open."""
     try:
-        await call(server, "/start_weight_update", {}, retry=_ONCE)
+        await call(server, "/start_weight_update", {}, retry=ONCE)
     except ServerError as error:
         if error.status < 500:
             raise
         # Retried: vLLM closes the connection after an error, perhaps just as it is reused.
         await call(server, "/collective_rpc", {"method": "abandon_weight_update"}, retry=_FEW)
-        await call(server, "/start_weight_update", {}, retry=_ONCE)
+        await call(server, "/start_weight_update", {}, retry=ONCE)
 
 
 async def _cancel_request(asked: asyncio.Future[Any]) -> None:

@@ -178,7 +178,7 @@ class AutoWay(Way):
     def __init__(self, ways: Sequence[Way], *, because: str = "") -> None:
         self._ways, self._because = list(ways), because
         self._chosen: dict[HasServer, tuple[Way, str]] = {}
-        self._said: dict[str, str] = {}  # by URL
+        self._reasons: dict[str, str] = {}  # by URL
         self.notify: Callable[[str], None] = lambda message: None
 
     def outdate(self) -> None:
@@ -202,8 +202,8 @@ class AutoWay(Way):
                 groups.setdefault(way, []).append(client)
                 # Said again only if it changed, for example after a restart on another machine.
                 url = client.server.root_url
-                if self._said.get(url) != why:
-                    self._said[url] = why
+                if self._reasons.get(url) != why:
+                    self._reasons[url] = why
                     said.setdefault(why, []).append(url)
         for why, urls in said.items():
             self.notify(f"{', '.join(urls)}: weights go by {why}")
