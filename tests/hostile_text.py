@@ -6,7 +6,7 @@ import json
 
 from hypothesis import strategies as st
 
-from rolltree.inference.completion import CompletionParser
+from rolltree.inference.formats.reader import CompletionParser
 from rolltree.values.types import FinishReason, ModelResponse, SamplingParams
 
 BAR, SPACE = "\uff5c", "\u2581"

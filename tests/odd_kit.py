@@ -347,6 +347,52 @@ SPELLINGS = {
         "<|start|>assistant<|channel|>commentary to=functions.{bare} json<|message|>{text}<|call|>",
         "",
     ),
+    **{
+        style: ("", f'{opened}{{{{"name": {{name}}, "arguments": {{text}}}}}}{closed}', "\n")
+        for style, opened, closed in [
+            ("longcat", "<longcat_tool_call>", "</longcat_tool_call>"),
+            ("phi4", "functools[", "]"),
+            ("granite", "<|tool_call|>[", "]"),
+            ("internlm", "<|action_start|><|plugin|>", "<|action_end|>"),
+            ("nemotron", "<TOOLCALL>[", "]</TOOLCALL>"),
+            ("tool_calls", "<tool_calls>[", "]</tool_calls>"),
+        ]
+    },
+    "cohere": (
+        "",
+        '<|START_ACTION|>[{{"tool_name": {name}, "parameters": {text}}}]<|END_ACTION|>',
+        "\n",
+    ),
+    "apertus": ("", "<|tools_prefix|>[{{{name}: {text}}}]<|tools_suffix|>", "\n"),
+    "gemma4": ("", "<|tool_call>call:{bare}{{a:{text}}}<tool_call|>", ""),
+    "functiongemma": ("", "<start_function_call>call:{bare}{{a:{text}}}<end_function_call>", ""),
+    "kimi_k2": (
+        "",
+        "<|tool_call_begin|>functions.{bare}:0<|tool_call_argument_begin|>{text}<|tool_call_end|>",
+        "",
+    ),
+    **{
+        style: (
+            "",
+            f'{opened}<{prefix}invoke name={{name}}><{prefix}parameter name="a">{{text}}'
+            f"</{prefix}parameter></{prefix}invoke>{closed}",
+            "\n",
+        )
+        for style, prefix, opened, closed in [
+            ("deepseek_dsml", "\uff5cDSML\uff5c", "", ""),
+            ("step3", "steptml:", "<\uff5ctool_call_begin\uff5c>", "<\uff5ctool_call_end\uff5c>"),
+            ("minimax_m2", "", "<minimax:tool_call>", "</minimax:tool_call>"),
+        ]
+    },
+    "seed_oss": (
+        "",
+        "<seed:tool_call>\n<function={bare}>\n<parameter=a>{text}</parameter>\n</function>\n"
+        "</seed:tool_call>",
+        "\n",
+    ),
+    "lfm2": ("", "<|tool_call_start|>[{bare}(a={text})]<|tool_call_end|>", "\n"),
+    "olmo3": ("", "<function_calls>{bare}(a={text})</function_calls>", "\n"),
+    "llama4": ("", "[{bare}(a={text})]", "\n"),
 }
 """By format: what comes before the calls, one call, and what stands between two."""
 

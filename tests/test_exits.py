@@ -44,6 +44,8 @@ PLAYED: Counter[str] = Counter()
 
 @cache
 def renderer_of(template, style="auto", history="keep"):
+    if style == "auto" and not TEMPLATES[template].renderer(with_tools=True).reads_calls:
+        style = "none"  # a model with tools whose calls nobody can read is refused
     return TEMPLATES[template].renderer(with_tools=True, tool_parser=style, history=history)
 
 

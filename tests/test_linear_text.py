@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from odd_kit import calling
 from rolltree._helpers.redact import redact_text
 from rolltree._helpers.untrusted import read_json, visible, well_formed
 from rolltree.agents.tool_calls import ReActCalls
@@ -26,7 +27,8 @@ from rolltree.environments.parsers import (
 )
 from rolltree.environments.tools import Tool
 from rolltree.inference import TOOL_PARSERS
-from rolltree.inference.completion import REASONING_TAGS, CompletionParser, cut_at_stop
+from rolltree.inference.formats.reader import CompletionParser, cut_at_stop
+from rolltree.inference.formats.rows import REASONING_TAGS
 from rolltree.reports.formatting import safe_text
 from rolltree.values.types import FinishReason
 
@@ -178,20 +180,8 @@ def test_a_million_characters_cost_ten_times_a_hundred_thousand(name):
 
 @pytest.mark.parametrize("style", TOOL_PARSERS)
 def test_a_million_characters_of_calls_are_read(style):
-    body = json.dumps({"name": "add", "arguments": {"text": "a" * MILLION}})
-    text = {
-        "hermes": f"<tool_call>{body}</tool_call>",
-        "llama3": body,
-        "mistral": f"[TOOL_CALLS][{body}]",
-        "glm": "<tool_call>add\n<arg_key>text</arg_key><arg_value>"
-        + "a" * MILLION
-        + "</arg_value></tool_call>",
-        "qwen_xml": "<tool_call><function=add><parameter=text>"
-        + "a" * MILLION
-        + "</parameter></function></tool_call>",
-        "harmony": f"<|channel|>commentary to=functions.add<|message|>{body}<|call|>",
-    }.get(style, body)
+    text = calling(style, ("add", json.dumps({"text": "a" * MILLION})))
     start = time.process_time()
     found = TOOL_PARSERS[style](text)
     assert time.process_time() - start < BOUND_S
-    assert len(found.calls) == (style not in ("none", "deepseek"))
+    assert len(found.calls) == (style != "none")

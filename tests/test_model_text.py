@@ -34,7 +34,8 @@ from rolltree.environments.parsers import (
 from rolltree.environments.rubrics import MathRubric, Rubric
 from rolltree.environments.tools import Toolset, answer_of, call_function
 from rolltree.inference import TOOL_PARSERS, ToolCall
-from rolltree.inference.completion import REASONING_TAGS, CompletionParser
+from rolltree.inference.formats.reader import CompletionParser
+from rolltree.inference.formats.rows import REASONING_TAGS
 from rolltree.rollouts import RolloutEngine, build_requests
 from rolltree.rollouts.decode import decode_results, export_line
 from rolltree.rollouts.record import encode_result

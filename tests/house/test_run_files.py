@@ -26,6 +26,7 @@ ALLOWED = {
     "environments/scaffold.py:scaffold": "new files of the user's",
     "gateway/journal.py:__init__": "a new file: O_EXCL follows no link",
     "cli/docs.py:show_page": "pages of the package",
+    "inference/formats/rows.py": "a table of the package",
     "inference/models/layouts.py:_read_index": "weights that the user names",
     "inference/models/made.py:made_once": "a lock in the user's cache",
     "store/metric_table.py:metric_rows": "a file of the package",

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from inference_templates import TOOLS
 
-from rolltree.inference.completion import CompletionParser, cut_at_stop
+from rolltree.inference.formats.reader import CompletionParser, cut_at_stop
 from rolltree.values.errors import UnknownName
 from rolltree.values.types import FinishReason
 

@@ -6,9 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rolltree.inference import TOOL_PARSERS, ToolCall
-from rolltree.inference.completion import CompletionParser
-from rolltree.inference.tool_calls import ToolCalls, call_messages, find_tool_parser
+from rolltree.inference import TOOL_PARSERS, ToolCall, ToolCalls
+from rolltree.inference.formats.calls import call_messages
+from rolltree.inference.formats.reader import CompletionParser
+from rolltree.inference.formats.rows import tool_format
 from rolltree.values.types import FinishReason
 
 BAR, SPACE = "\uff5c", "\u2581"
@@ -39,6 +40,15 @@ V31 = (
 GLM = "<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>2</arg_value>\n</tool_call>"
 XML = "<tool_call>\n<function=add>\n<parameter=a>\n2\n</parameter>\n</function>\n</tool_call>"
 
+ADD = [
+    {
+        "type": "function",
+        "function": {
+            "name": "add",
+            "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}},
+        },
+    }
+]
 STYLES = [
     ("hermes", 'Hm.\n<tool_call>\n{"name": "add", "arguments": {"a": 2}}\n</tool_call>', "Hm."),
     ("hermes", '<tool_call>{"name": "add", "arguments": "{\\"a\\": 2}"}</tool_call>', ""),
@@ -56,7 +66,7 @@ STYLES = [
 
 @pytest.mark.parametrize(("style", "text", "content"), STYLES)
 def test_one_call_in_every_style(style: str, text: str, content: str) -> None:
-    found = TOOL_PARSERS[style](text)
+    found = TOOL_PARSERS[style](text, ADD)
     assert found.calls == (ToolCall("add", '{"a": 2}'),)
     assert found.content == content
     assert found.problems == ()
@@ -79,7 +89,7 @@ def test_several_calls_keep_their_order(style: str, text: str) -> None:
 
 BROKEN = [
     ("hermes", "<tool_call>{oops}</tool_call>"),
-    ("hermes", '<tool_call>{"name": "add", "arguments": {"a": 2}}'),
+    ("hermes", '<tool_call>{"name": "add", "arguments": {"a": 2}'),
     ("hermes", '<tool_call>{"arguments": {}}</tool_call>'),
     ("hermes", '<tool_call>{"name": "add", "arguments": [1]}</tool_call>'),
     ("hermes", "<tool_call>[1]</tool_call>"),
@@ -115,13 +125,16 @@ def test_a_good_call_beside_a_bad_one_is_read() -> None:
     assert found.problems[0].startswith("tool call 0: ")
 
 
-def test_values_keep_their_type_in_tagged_styles() -> None:
+def test_the_schema_gives_values_their_type_in_tagged_styles() -> None:
     text = (
         "<tool_call>f\n<arg_key>s</arg_key><arg_value>a b</arg_value>"
         '<arg_key>l</arg_key><arg_value>[1, "x"]</arg_value></tool_call>'
     )
-    call = TOOL_PARSERS["glm"](text).calls[0]
-    assert json.loads(call.arguments) == {"s": "a b", "l": [1, "x"]}
+    properties = {"s": {"type": "string"}, "l": {"type": "array"}}
+    tools = [{"function": {"name": "f", "parameters": {"properties": properties}}}]
+    typed, bare = TOOL_PARSERS["glm"](text, tools), TOOL_PARSERS["glm"](text)
+    assert json.loads(typed.calls[0].arguments) == {"s": "a b", "l": [1, "x"]}
+    assert json.loads(bare.calls[0].arguments) == {"s": "a b", "l": '[1, "x"]'}
 
 
 def test_unicode_arguments_are_written_as_they_are() -> None:
@@ -169,7 +182,7 @@ def test_arguments_come_back_as_they_went(style: str, arguments: dict[str, objec
     ],
 )
 def test_the_style_is_found_in_the_template(template: str, name: str) -> None:
-    assert find_tool_parser(template) == name
+    assert tool_format("auto", template).name == name
 
 
 def test_call_ids_depend_on_the_text_alone() -> None:

@@ -21,7 +21,7 @@ from rolltree.environments.tools import (
     call_function,
     unreadable,
 )
-from rolltree.inference.tool_calls import ToolCall
+from rolltree.inference.formats.reader import ToolCall
 from rolltree.values.errors import ConfigError
 from rolltree.values.steps import (
     AgentStep,

@@ -15,7 +15,7 @@ from typing import Protocol
 from rolltree._helpers.untrusted import read_json_start
 from rolltree.environments.parsers import text_of
 from rolltree.environments.tools import raw_tool_calls
-from rolltree.inference.tool_calls import ToolCall, ToolCalls
+from rolltree.inference.formats.reader import ToolCall, ToolCalls
 from rolltree.values.steps import ToolAnswer
 from rolltree.values.types import ChatMessage, ToolSchema
 

@@ -19,14 +19,26 @@ BATCH, LENGTH = 16, 64
 
 
 @click.command("doctor")
+@click.argument("model", required=False)
 @click.option("--json", "as_json", is_flag=True, help="Print what was found as JSON.")
 @click.option("--no-measure", is_flag=True, help="Leave out the measurement of ten seconds.")
-def examine(as_json: bool, no_measure: bool) -> None:
-    """Say what this machine has, how fast it is, and which config fits it."""
+def examine(model: str | None, as_json: bool, no_measure: bool) -> None:
+    """Say what this machine has, how fast it is, and which config fits it.
+
+    With MODEL, a folder or a name: in which formats its calls and its reasoning are read.
+    """
     from dataclasses import asdict
 
     from rolltree._helpers.machine import look, suggested_config
 
+    if model is not None:
+        formats = _formats(model)
+        if as_json:
+            echo_json(formats)
+            return
+        for name, value in formats.items():
+            echo(f"{name:<12} {value}")
+        return
     machine = look()
     config = suggested_config(machine)
     if not no_measure:
@@ -46,6 +58,21 @@ def examine(as_json: bool, no_measure: bool) -> None:
 
     echo("a config for this machine (rolltree init NAME writes it beside a new environment):")
     echo(toml_sections(config).rstrip())
+
+
+def _formats(model: str) -> dict[str, str]:
+    """Return the rows in which a model's answers are read."""
+    from rolltree.inference import ChatRenderer
+    from rolltree.inference.models.load import load_tokenizer
+
+    renderer = ChatRenderer(load_tokenizer(model))
+    calls, reasoning = renderer.formats
+    unknown = "unknown: a run with tools is refused (docs/tools.md)"
+    return {
+        "model": model,
+        "tool calls": calls if renderer.reads_calls else unknown,
+        "reasoning": reasoning,
+    }
 
 
 def _facts(

@@ -24,7 +24,7 @@ from rolltree.environments.tools import (
     raw_tool_calls,
     unreadable,
 )
-from rolltree.inference.tool_calls import ToolCall
+from rolltree.inference.formats.reader import ToolCall
 from rolltree.values.errors import ConfigError, did_you_mean
 from rolltree.values.steps import ToolRequest
 from rolltree.values.types import ChatMessage, Messages, State

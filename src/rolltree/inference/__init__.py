@@ -18,8 +18,15 @@ if TYPE_CHECKING:
     from rolltree.inference.client import ModelClient as ModelClient
     from rolltree.inference.client import as_client as as_client
     from rolltree.inference.client import sampling_from_args as sampling_from_args
-    from rolltree.inference.completion import REASONING_TAGS as REASONING_TAGS
-    from rolltree.inference.completion import ParsedCompletion as ParsedCompletion
+    from rolltree.inference.formats.calls import TOOL_PARSERS as TOOL_PARSERS
+    from rolltree.inference.formats.reader import ParsedCompletion as ParsedCompletion
+    from rolltree.inference.formats.reader import ToolCall as ToolCall
+    from rolltree.inference.formats.reader import ToolCalls as ToolCalls
+    from rolltree.inference.formats.rows import REASONING_FORMATS as REASONING_FORMATS
+    from rolltree.inference.formats.rows import REASONING_TAGS as REASONING_TAGS
+    from rolltree.inference.formats.rows import TOOL_FORMATS as TOOL_FORMATS
+    from rolltree.inference.formats.rows import ReasoningFormat as ReasoningFormat
+    from rolltree.inference.formats.rows import ToolFormat as ToolFormat
     from rolltree.inference.openai_client import OpenAIClient as OpenAIClient
     from rolltree.inference.openai_sdk import OpenAISDKClient as OpenAISDKClient
     from rolltree.inference.parse import parse_response_messages as parse_response_messages
@@ -30,9 +37,6 @@ if TYPE_CHECKING:
     from rolltree.inference.session import TokenSession as TokenSession
     from rolltree.inference.template import ChatTemplate as ChatTemplate
     from rolltree.inference.template import TemplateError as TemplateError
-    from rolltree.inference.tool_calls import TOOL_PARSERS as TOOL_PARSERS
-    from rolltree.inference.tool_calls import ToolCall as ToolCall
-    from rolltree.inference.tool_calls import ToolCalls as ToolCalls
     from rolltree.scale.pool import EndpointPool as EndpointPool
     from rolltree.scale.weights.publish import publish_adapter as publish_adapter
     from rolltree.scale.weights.publish import publish_weights as publish_weights
@@ -42,7 +46,9 @@ _MODULES: dict[str, str] = {
     **exports(__name__),
     "chat": "ChatRenderer Continuation",
     "client": "ModelClient as_client sampling_from_args",
-    "completion": "REASONING_TAGS ParsedCompletion",
+    "formats.calls": "TOOL_PARSERS",
+    "formats.reader": "ParsedCompletion ToolCall ToolCalls",
+    "formats.rows": ("REASONING_FORMATS REASONING_TAGS TOOL_FORMATS ReasoningFormat ToolFormat"),
     "parse": "parse_response_messages parse_response_tokens",
     "openai_client": "OpenAIClient",
     "openai_sdk": "OpenAISDKClient",
@@ -50,7 +56,6 @@ _MODULES: dict[str, str] = {
     "retry": "RetryPolicy",
     "session": "Prompt TokenSession",
     "template": "ChatTemplate TemplateError",
-    "tool_calls": "TOOL_PARSERS ToolCall ToolCalls",
 }
 __all__ = sorted(" ".join(_MODULES.values()).split())
 __getattr__ = loader(__name__, _MODULES)

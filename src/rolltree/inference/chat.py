@@ -7,20 +7,26 @@ template does not allow that, the whole prompt is rendered again (`Continuation.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from rolltree._helpers.untrusted import well_formed
-from rolltree.inference.completion import CompletionParser, ParsedCompletion, cut_at_stop
+from rolltree.inference.formats.reader import CompletionParser, ParsedCompletion, cut_at_stop
+from rolltree.inference.formats.rows import ReasoningFormat, ToolFormat
 from rolltree.inference.glue import PROBE, Glue, GlueError
 from rolltree.inference.template import ChatTemplate, TemplateError
 from rolltree.inference.vocabulary import BOUNDARY, Tokenizer, Vocabulary
 from rolltree.values.errors import ConfigError, did_you_mean
 from rolltree.values.types import ChatMessage, FinishReason, IntArray, SamplingParams, ToolSchema
 
+if TYPE_CHECKING:
+    from rolltree.inference.formats.machine import Reading
+
+logger = logging.getLogger("rolltree.inference")
 History = Literal["keep", "template"]
 
 
@@ -51,8 +57,10 @@ class ChatRenderer:
             `"keep"` continues the exact ids, `"template"` follows the template, which breaks the
             prefix there and costs O(history) per turn.
         variables: extra names for the template, such as `{"enable_thinking": False}`.
-        tool_parser: a name in `TOOL_PARSERS`, `"auto"` (detected in the template), or `"none"`.
-        reasoning: a name in `REASONING_TAGS`, `"auto"` (detected in the template), or `"none"`.
+        tool_parser: the format of tool calls: a name in `TOOL_PARSERS`, `"auto"` (detected in the
+            template), `"none"`, or a `ToolFormat` of your own.
+        reasoning: the format of reasoning: a name in `REASONING_TAGS`, `"auto"`, `"none"`, or a
+            `ReasoningFormat`.
         end_ids: token ids that end a turn, in addition to the tokenizer's and the template's.
         control_in_messages: whether control tokens that a message spells out ("<|im_end|>") become
             those tokens. Otherwise they are text, so that only the template and the model
@@ -76,8 +84,8 @@ class ChatRenderer:
         *,
         history: History = "keep",
         variables: Mapping[str, Any] | None = None,
-        tool_parser: str = "auto",
-        reasoning: str = "auto",
+        tool_parser: str | ToolFormat = "auto",
+        reasoning: str | ReasoningFormat = "auto",
         end_ids: Sequence[int] = (),
         control_in_messages: bool = False,
     ) -> None:
@@ -104,7 +112,20 @@ class ChatRenderer:
             tool_parser=tool_parser,
             reasoning=reasoning,
             start=default.turn_tokens.start if default else "",
+            ids_of=self.vocabulary.ids_of,
+            respond=(
+                getattr(tokenizer, "parse_response", None)
+                if getattr(tokenizer, "response_template", None) and template is None
+                else None
+            ),
         )
+
+        source = default.template.source if default else ""
+        if reasoning == "auto" and self.formats[1] == "none" and "reasoning_content" in source:
+            logger.warning(
+                "the chat template has reasoning, but marks that no format knows: reasoning stays "
+                "in the content. Name it with reasoning=, or give a ReasoningFormat (docs/tools.md)"
+            )
 
     def _variant(self, tools: Sequence[ToolSchema] | None) -> Glue:
         """Return the template for a call with or without tools.
@@ -144,6 +165,18 @@ class ChatRenderer:
             return messages
         plain = self.vocabulary.without_control
         return [_with_content(message, plain) for message in messages]
+
+    @property
+    def reads_calls(self) -> bool:
+        """Whether the format of this model's calls is known, or was chosen to be none."""
+        return self._parser.reads_calls
+
+    @property
+    def formats(self) -> tuple[str, str]:
+        """The names of the formats of tool calls and of reasoning that answers are read in."""
+        if self._parser.respond is not None:
+            return "response_template", "response_template"
+        return self._parser.tool_parser, self._parser.reasoning
 
     def shows_tools(self, tools: Sequence[ToolSchema]) -> bool:
         """Whether the template names any of the tools in a prompt; True if it rejects the probe."""
@@ -212,16 +245,37 @@ class ChatRenderer:
         tools: Sequence[ToolSchema] | None = None,
     ) -> ParsedCompletion:
         """Read sampled ids as an assistant message; never raises for what a model wrote."""
-        return self._parser.parse(self.decode_answer(completion_ids), finish_reason, tools)
+        text = self.decode_answer(completion_ids)
+        return self.parse_text(text, finish_reason, tools, completion_ids)
 
     def parse_text(
         self,
         text: str,
         finish_reason: FinishReason = FinishReason.STOP,
         tools: Sequence[ToolSchema] | None = None,
+        ids: Sequence[int] | IntArray | None = None,
     ) -> ParsedCompletion:
-        """Read an answer's text (no end token) as an assistant message."""
-        return self._parser.parse(text, finish_reason, tools)
+        """Read an answer's text (no end token) as an assistant message.
+
+        With the sampled `ids` a mark that the model spelled in letters is told from the token.
+        """
+        places = None if ids is None else self._parser.places(text, ids, self.decode)
+        return self._parser.parse(text, finish_reason, tools, places)
+
+    def reading(
+        self, tools: Sequence[ToolSchema] | None, places: set[int] | None = None
+    ) -> Reading:
+        """Return the state of an answer that is read while it is written.
+
+        `places` says where mark tokens begin in its text, and grows with it; None if the ids are
+        not known.
+        """
+        return self._parser.reading(tools, places)
+
+    @property
+    def mark_tokens(self) -> Mapping[int, str]:
+        """The marks of calls and reasoning that are single tokens, by their ids."""
+        return self._parser.tokens
 
     def encode_text(self, text: str, *, start: bool = True) -> IntArray:
         """Return the ids of plain text, int32 `[_T]`; `start=False` when it continues other ids."""

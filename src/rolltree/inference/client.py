@@ -129,7 +129,7 @@ def check_shown_tools(
     """Check that the template of `model` shows it its tools.
 
     Raises:
-        ConfigError: it leaves the tools out.
+        ConfigError: it leaves the tools out, or nobody can read the calls.
     """
     if tools and not renderer.shows_tools(tools):
         name = tools[0]["function"]["name"]
@@ -137,6 +137,14 @@ def check_shown_tools(
             f"the chat template of {model!r} ignores tools, so the model would never hear of "
             f"{name!r} and could not call it. Use rolltree.agents.ReActAgent, which describes "
             "tools in the system prompt, or a template or model with tools."
+        )
+    if tools and not renderer.reads_calls:
+        raise ConfigError(
+            f"the chat template of {model!r} shows tools, but none of the known formats of calls, "
+            "so every call would be taken for text, without a reward. Name the format "
+            "(ChatRenderer(..., tool_parser='hermes')), give a row of your own "
+            "(tool_parser=ToolFormat(...), see docs/tools.md), or tool_parser='none' if the model "
+            "shall not call tools."
         )
 
 

@@ -8,23 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from rolltree.inference.chat import ChatRenderer
-from rolltree.inference.completion import REASONING_TAGS, cut_at_stop
-from rolltree.values.types import ChatMessage, FinishReason, SamplingParams, ToolSchema
+from rolltree.inference.formats.reader import cut_at_stop, unsettled
+from rolltree.values.types import ChatMessage, SamplingParams, ToolSchema
 
 if TYPE_CHECKING:
     from rolltree.inference.call import ModelCall
     from rolltree.inference.engine import SampledToken
-
-# What a tool call may begin with, in any of the parsers' formats.
-_MAY_BE_A_CALL = re.compile(r"[<\[{]")
-# The beginning of markup that a model's parser reads at the end (harmony's headers).
-_CONTROL = "<|"
-_TAGS = (_CONTROL, *(tag for tags in REASONING_TAGS.values() for tag in tags if tag))
 
 
 def outgoing_message(message: ChatMessage) -> ChatMessage:
@@ -44,6 +37,9 @@ class SettledText:
     def __init__(self, renderer: ChatRenderer, sampling: SamplingParams) -> None:
         self._decode, self._stop = renderer.decode, sampling.stop
         self._silent = {*renderer.end_ids, *sampling.stop_token_ids}
+        self._marks = renderer.mark_tokens
+        self.places: set[int] | None = set() if self._marks else None
+        """Where mark tokens begin in the text; None if no mark of the formats is a token."""
         self._window: list[int] = []
         # How many ids of the window are part of `_text` already: they stay, since tokenizers decode
         # an id in context (the space before a word, a character of several ids).
@@ -61,8 +57,10 @@ class SettledText:
                 self._text += text[len(known) :]
                 del self._window[: self._num_read]
                 self._num_read = len(self._window)
+                if self.places is not None and token in self._marks:
+                    self.places.add(len(self._text) - len(self._marks[token]))
         text = cut_at_stop(self._text, self._stop)
-        return text[: len(text) - _unsettled(text, self._stop)]
+        return text[: len(text) - unsettled(text, self._stop)]
 
 
 class TextDeltas:
@@ -85,22 +83,19 @@ class TextDeltas:
 class MessageDeltas:
     """The new parts of one choice's message, as OpenAI's `delta` objects."""
 
-    def __init__(self, renderer: ChatRenderer, tools: Sequence[ToolSchema] | None) -> None:
-        self._renderer, self._tools = renderer, tools
+    def __init__(
+        self,
+        renderer: ChatRenderer,
+        tools: Sequence[ToolSchema] | None,
+        places: set[int] | None = None,
+    ) -> None:
+        self._answer = renderer.reading(tools, places)
         self._reasoning, self._content = TextDeltas(), TextDeltas()
         self._is_new = True
 
     def next(self, text: str) -> dict[str, Any]:
         """Return the delta for an unfinished answer's settled text."""
-        text = text[: len(text) - _unsettled(text, _TAGS)]
-        parsed = self._renderer.parse_text(text, FinishReason.LENGTH, None)
-        content = str(parsed.message["content"]).partition(_CONTROL)[0]
-        if self._tools:
-            content = _before_calls(content)
-        # The space before a reasoning tag is not content.
-        if content.isspace():
-            content = ""
-        return self._delta(str(parsed.message.get("reasoning_content", "")), content)
+        return self._delta(*self._answer.advance(text))
 
     def last(self, message: ChatMessage) -> dict[str, Any]:
         """Return the delta for the finished message; each tool call comes in one piece."""
@@ -134,28 +129,6 @@ def one_call_each(delta: dict[str, Any]) -> list[dict[str, Any]]:
     return [delta | {"tool_calls": [first]}, *({"tool_calls": [call]} for call in others)]
 
 
-def _before_calls(content: str) -> str:
-    """Return the part that remains content, whatever follows."""
-    # If a call follows, its parser strips the space around the content.
-    if content[:1].isspace():
-        return ""
-    call = _MAY_BE_A_CALL.search(content)
-    return (content[: call.start()] if call else content).rstrip()
-
-
-def _unsettled(text: str, strings: Sequence[str]) -> int:
-    """Return the length of the longest end of `text` that may be the start of one of `strings`.
-
-    >>> _unsettled("12</th", ["</think>"])
-    4
-    """
-    longest = max(map(len, strings), default=1) - 1
-    for size in range(min(longest, len(text)), 0, -1):
-        if any(string.startswith(text[-size:]) for string in strings):
-            return size
-    return 0
-
-
 class TokenListener:
     """Turns the tokens of one call, as an engine samples them, into deltas of its message.
 
@@ -167,7 +140,9 @@ class TokenListener:
         assert call.on_delta is not None
         self._text, self._on_delta = SettledText(renderer, call.sampling), call.on_delta
         is_chat = isinstance(call.prompt, list)
-        self._deltas = MessageDeltas(renderer, call.tools) if is_chat else TextDeltas()
+        self._deltas = (
+            MessageDeltas(renderer, call.tools, self._text.places) if is_chat else TextDeltas()
+        )
         self._loop = asyncio.get_running_loop()
 
     def put(self, token: SampledToken) -> None:

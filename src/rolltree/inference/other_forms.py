@@ -165,6 +165,23 @@ def _in_turns(messages: list[ChatMessage]) -> list[ChatMessage]:
     return made
 
 
+def _one_system(messages: list[ChatMessage]) -> list[ChatMessage]:
+    """Make a developer's message a system message, or a later one of either a user's turn."""
+    made: list[ChatMessage] = []
+    for message in messages:
+        if message.get("role") in ("system", "developer"):
+            message = {**message, "role": "user" if made else "system"}
+        made.append(message)
+    return made
+
+
+def _ends_with_a_turn(messages: list[ChatMessage]) -> list[ChatMessage]:
+    """Let a user ask for more if the last message is the assistant's, whose turn it would be."""
+    if not messages or messages[-1].get("role") != "assistant" or _calls(messages[-1]):
+        return messages
+    return [*messages, {"role": "user", "content": "Continue."}]
+
+
 def _spoken(messages: list[ChatMessage]) -> list[ChatMessage]:
     """Write calls as text of the answer, and results as messages of the user."""
     made: list[ChatMessage] = []
@@ -193,6 +210,8 @@ _CHANGES: tuple[_Change, ...] = (
     _never_empty,
     _without_marks,
     _without_reasoning,
+    _one_system,
+    _ends_with_a_turn,
     _in_turns,
 )
 

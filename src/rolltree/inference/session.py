@@ -168,7 +168,9 @@ class TokenSession:
         if isinstance(prompt.messages, str):
             answer.message = {"role": "assistant", "content": answer.text}
             return
-        parsed = self.renderer.parse_text(answer.text, answer.finish_reason, prompt.tools)
+        parsed = self.renderer.parse_text(
+            answer.text, answer.finish_reason, prompt.tools, answer.completion_ids
+        )
         answer.message, answer.finish_reason = parsed.message, parsed.finish_reason
 
     def _prepare_text(self, text: str, model: str | None) -> Prompt:

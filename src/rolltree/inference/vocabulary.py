@@ -102,6 +102,15 @@ class Vocabulary:
         """Whether `token` is a control token, not text."""
         return token in self._special
 
+    def ids_of(self, marks: Iterable[str]) -> dict[int, str]:
+        """Return the marks that are one added token each, by their ids."""
+        found = {mark: list(self._encode(mark)) for mark in marks}
+        return {
+            int(ids[0]): mark
+            for mark, ids in found.items()
+            if len(ids) == 1 and self.is_special(int(ids[0])) and self.decode(ids) == mark
+        }
+
     def encode(self, text: str) -> IntArray:
         """Return the ids of `text` as they are inside a longer text, int32 `[_T]`.
 

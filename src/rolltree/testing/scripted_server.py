@@ -221,7 +221,9 @@ class ScriptedServer(LoopbackServer):
             },
         }
         if message_type == "chat":
-            parsed = self.renderer.parse_text(reply.text, reply.finish_reason, body.get("tools"))
+            parsed = self.renderer.parse_text(
+                reply.text, reply.finish_reason, body.get("tools"), reply.ids
+            )
             choice["finish_reason"] = parsed.finish_reason.value
             choice["message"] = {
                 name: value for name, value in parsed.message.items() if name != "parse_problems"

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from rolltree._helpers.untrusted import shorten
 from rolltree.environments.tools.run import is_plain, run_all
 from rolltree.environments.tools.tool import Tool, ToolArgumentError
-from rolltree.inference.tool_calls import ToolCall
+from rolltree.inference.formats.reader import ToolCall
 from rolltree.values.errors import ConfigError, did_you_mean
 from rolltree.values.steps import ToolRequest, ToolScope
 from rolltree.values.types import ChatMessage

@@ -302,7 +302,8 @@ class ServedModel:
             text = self.text(output)
         message: ChatMessage = {"role": "assistant", "content": text}
         if call.message_type == "chat":
-            parsed = self.renderer.parse_text(text, reason, call.tools or None)
+            ids = output.completion_ids
+            parsed = self.renderer.parse_text(text, reason, call.tools or None, ids)
             message, reason = parsed.message, parsed.finish_reason
         response = ModelResponse(
             message,
