@@ -64,7 +64,7 @@ FLAGS = {
         "--max-concurrent", "--deadline", "--retries", "--top", "--json",
     },
     "models": {"prepare"},
-    "doctor": {"--json", "--no-measure"},
+    "doctor": {"model", "--json", "--no-measure"},
     "docs": {"page"},
     "init": {"name", "--kind", "--path"},
     "env list": set(),

@@ -289,8 +289,8 @@ class CompletionWriter:
         self._num_sent.setdefault(delta.index, 0)
         if prompt_ids is not None and delta.index not in self._prompted:
             self._prompted.add(delta.index)
-            first = chunks[0]
-            holder = first["choices"][0] if self._choices_have_prompts else first
+            head = chunks[0]
+            holder = head["choices"][0] if self._choices_have_prompts else head
             holder |= self._prompt(prompt_ids)
         return [data_event(chunk) for chunk in chunks]
 

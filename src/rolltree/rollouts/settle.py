@@ -66,12 +66,14 @@ class KeptParts:
         self._calls = dict.get(state, "trajectory")
         self._completion = dict.get(state, "completion")
         source: Any = dict.get(state, "input")
-        # A state made by hand may have neither, and needs neither.
         is_whole = isinstance(source, dict) and isinstance(dict.get(state, "timing"), dict)
-        self._row = {**source} if is_whole else None
+        # A state that was played has been settled; one that was made by hand is left as it is.
+        self._row = {**source} if is_whole and _is_plain(state) else None
 
     def settle(self) -> None:
         """Restore what is gone, and replace what is odd."""
+        if self._row is None:
+            return
         settle_state(self._state, self._row, self._calls)
         if self._completion is not None:
             self._state.setdefault("completion", self._completion)

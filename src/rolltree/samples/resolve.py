@@ -180,7 +180,8 @@ def changed_sampling(step: Any) -> str | None:
 def _changed_sampling(extras: Mapping[str, Any]) -> str | None:
     temperature, changes = extras.get("temperature", 1.0), extras.get("sampling")
     # Asked for every call of a batch, and nearly all of them are so.
-    if not changes and type(temperature) is float and 0 < temperature < math.inf:
+    is_unchanged = changes is None or (type(changes) is dict and not changes)
+    if is_unchanged and type(temperature) is float and 0 < temperature < math.inf:
         return None
     return not_the_models_own(temperature, {} if changes is None else changes)
 

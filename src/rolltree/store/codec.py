@@ -21,7 +21,6 @@ from typing import Any
 
 import msgspec
 
-from rolltree._helpers.tasks import contained
 from rolltree._helpers.untrusted import MAX_DEPTH
 
 TAG = "$t"
@@ -163,6 +162,8 @@ def to_plain(value: Any, depth: int = 0) -> Any:
 
 def is_equal(one: Any, other: Any) -> bool:
     """Whether two values are equal; False if `==` raises, or says it for each item of an array."""
+    from rolltree._helpers.tasks import contained  # asyncio, which `show` does without
+
     try:
         with contained():
             return bool(one == other)
@@ -211,6 +212,8 @@ def _pack(value: Any, depth: int, met: _Met) -> Any:
         if kind is list:
             return [_pack(item, depth + 1, met) for item in value]
         return _pack_dict(value, depth, met)
+    from rolltree._helpers.tasks import contained
+
     try:
         # Other classes may raise wherever they are read.
         with contained():

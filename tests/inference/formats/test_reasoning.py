@@ -124,3 +124,21 @@ def test_a_response_template_comes_first_and_the_schema_types_its_arguments() ->
     message = broken.parse("text", FinishReason.STOP, tools).message
     assert message["content"] == "text"
     assert message["parse_problems"] == ["response_template: no JSON"]
+
+
+def test_a_template_that_only_opens_the_reasoning_shows_its_format():
+    parser = CompletionParser("{{ '<|im_start|>assistant\\n<think>' }}", start="assistant\n<think>")
+    message = parser.parse("Hm.</think>\nIt is 4.", FinishReason.STOP).message
+    assert (message["reasoning_content"], message["content"]) == ("Hm.", "It is 4.")
+
+
+def test_a_mark_around_the_calls_ends_reasoning_that_was_not_closed():
+    tool = {"type": "function", "function": {"name": "now", "parameters": {}}}
+    parser = CompletionParser(tool_parser="kimi_k2", reasoning="think", start="<think>")
+    text = (
+        "Hm. <|tool_calls_section_begin|><|tool_call_begin|>functions.now:0"
+        "<|tool_call_argument_begin|>{}<|tool_call_end|><|tool_calls_section_end|>"
+    )
+    message = parser.parse(text, FinishReason.STOP, [tool]).message
+    assert message["reasoning_content"].strip() == "Hm."
+    assert [call["function"]["name"] for call in message["tool_calls"]] == ["now"]

@@ -40,9 +40,9 @@ class Reading:
         self._reasoning: list[str] = []
         self._content: list[tuple[int, int]] = []
         self._text = ""
-        opens = self._row.opens if tools else ()
-        wraps = (*self._thoughts.wraps, *(self._row.wraps if tools else ()))
-        self._opens = opens
+        opens, around = (self._row.opens, self._row.wraps) if tools else ((), ())
+        wraps = (*self._thoughts.wraps, *around)
+        self._opens, self._around = opens, around
         starts = (self._thoughts.start, self._thoughts.end)
         self._any = tuple(mark for mark in (*starts, *opens, *wraps) if mark)
 
@@ -185,7 +185,7 @@ class Reading:
     def _think(self, text: str, final: bool) -> bool:
         end = self._find(text, self._thoughts.end, self._from)
         if self._held < 0 and self._opens:
-            self._held = self._first(text, self._opens, self._from)
+            self._held = self._first(text, (*self._around, *self._opens), self._from)
         if end < 0 and not final:
             return False
         begin = max(self._from, self._past_lead(text))
