@@ -90,6 +90,9 @@ def test_gsm8k_for_one_gpu_and_for_eight_is_the_same_training():
     assert cluster["engines"]["count"] + cluster["trainer"]["ranks"] == 8
     assert one.pop("run")["dir"] != eight.pop("run")["dir"]
     assert one.pop("cluster", None) is None
+    eight["engine"].pop("max_concurrent")
+    num_in_flight = cluster["rollout_workers"] * cluster["slots_per_worker"]
+    assert one["engine"].pop("max_concurrent") == num_in_flight
     assert one == eight
 
 

@@ -22,7 +22,7 @@ MODULES = {
     for module in layer.split(" : ")
 }
 """The modules and packages of the wings."""
-MOST_LINES = 29_300
+MOST_LINES = 29_200
 """To be lowered with every step towards design/0032's 27,000."""
 
 

@@ -37,14 +37,14 @@ def trained(folder, **settings):
 @pytest.fixture
 def wrong_engine(monkeypatch):
     """Let the engine return other logprobs for what the weights of some steps on sample."""
-    sample = LocalClient.sample
+    sample = LocalClient._sample
 
     async def wrong(self, *call):
         output = await sample(self, *call)
         is_wrong = output.versions >= WRONG_FROM - 1
         return replace(output, logprobs=output.logprobs - 0.3 * is_wrong.astype("float32"))
 
-    monkeypatch.setattr(LocalClient, "sample", wrong)
+    monkeypatch.setattr(LocalClient, "_sample", wrong)
 
 
 def story_of(folder):

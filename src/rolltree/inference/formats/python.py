@@ -169,7 +169,9 @@ def _value(node: ast.expr, depth: int = 0) -> Any:
     match node:
         case ast.Constant(value=str() | bool() | None as value):
             return value
-        case ast.Constant(value=int() | float() as value) if math.isfinite(value):
+        case ast.Constant(value=int() as value):
+            return value
+        case ast.Constant(value=float() as value) if math.isfinite(value):
             return value
         case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as value)):
             return -value
