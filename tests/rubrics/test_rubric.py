@@ -458,3 +458,25 @@ def test_a_value_that_cannot_become_a_float_is_an_error_with_the_name_of_its_fun
 def test_a_weight_that_is_not_a_number_is_refused_with_its_function(weight):
     with pytest.raises(ConfigError, match="length"):
         Rubric([length], weights=[weight])
+
+
+async def test_group_functions_have_lists_of_their_own():
+    def drains(states):
+        while states:
+            states.pop()
+        raise ZeroDivisionError
+
+    def counts(states):
+        return [1.0 for _ in states]
+
+    def compares(completions, answer):
+        return [1.0 for _ in completions]
+
+    rubric = Rubric([drains, counts, compares])
+    states = [a_state(), a_state()]
+    await rubric.score_group(states)
+    for state in states:
+        assert state["reward"] == 1.0
+        said = {name: error["message"] for name, error in state["scoring_errors"].items()}
+        assert said.keys() == {"drains", "compares"}
+        assert "Did you mean 'answers'?" in said["compares"]

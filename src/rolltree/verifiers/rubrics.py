@@ -187,7 +187,7 @@ class Rubric(rooms.Rubric):
             "prompts": [state["prompt"] for state in states],
             "completions": [state["completion"] for state in states],
             "answers": [state.get("answer", "") for state in states],
-            "states": states,
+            "states": list(states),
             "tasks": [state["task"] for state in states],
             "infos": [state.get("info", {}) for state in states],
             **self.class_objects,

@@ -126,7 +126,7 @@ class RewardFunction:
     ) -> ConfigError:
         # Without the function's name, which `scoring_error` puts in front.
         asked = f"it asks for {name!r}"
-        if name in ("answer", "answers"):
+        if name in ("answer", "answers") and not {"answer", "answers"} & known.keys():
             row = known["state"] if "state" in known else known["states"][0]
             columns = ", ".join(map(repr, row.get("input") or row))
             return ConfigError(
@@ -295,7 +295,7 @@ def _failure(error: Exception, call: FunctionCall) -> ErrorRecord:
     """Return a function's error; if a rollout has no model call, the error says so."""
     function, known, _ = call
     record = scoring_error(function.func, function.name, error)
-    states = known.get("states") or [known["state"]]
+    states = known["states"] if "states" in known else [known["state"]]
     empty = next((state for state in states if not state.get("trajectory")), None)
     # A function that indexes an empty completion raises an IndexError that says nothing about
     # the cause.

@@ -296,11 +296,10 @@ class Rubric:
                 for function in kinds["step"]:
                     calls.append((function, here, state))
                     targets.append((function, index))
-        if kinds["group"]:
-            together = group_arguments(states, self.class_objects)
-            for function in kinds["group"]:
-                calls.append((function, together, {}))
-                targets.append((function, -1))
+        for function in kinds["group"]:
+            # Lists of its own, since a function may empty them.
+            calls.append((function, group_arguments(states, self.class_objects), {}))
+            targets.append((function, -1))
         _distribute(scores, targets, await call_all(calls), kinds["step"])
         return scores
 

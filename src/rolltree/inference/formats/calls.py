@@ -141,13 +141,15 @@ class Source:
 class CallBlock:
     """What a grammar has read: calls, the end of the block, and what could not be read.
 
-    The next block is sought from `resume` on, if that is after the end.
+    The next block is sought from `resume` on, if that is after the end. `unread` spans stay in the
+    content, if there are calls beside them.
     """
 
     end: int
     calls: list[ToolCall] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     resume: int = 0
+    unread: list[tuple[int, int]] = field(default_factory=list)
 
 
 Grammar: TypeAlias = Callable[[Source, int, int, ToolFormat], CallBlock]
@@ -182,7 +184,7 @@ def read_calls(source: Source, row: ToolFormat) -> ToolCalls:
             # The history shows the model what it wrote, and the problem what was wrong with it.
             at = max(block.end, start + 1)
         else:
-            kept.append((written, start))
+            kept += [(written, start), *block.unread]
             written = max(block.end, start + 1)
             at = max(written, block.resume)
         problems += [f"tool call {len(calls) + len(problems)}: {p}" for p in block.problems]
@@ -288,6 +290,7 @@ def read_objects(source: Source, start: int, at: int, row: ToolFormat) -> CallBl
             block.calls.append(call_of(value, keyed=row.grammar == "keyed"))
         except ValueError as error:
             block.problems.append(f"{error}, and not {shorten(text[begin:end], 64)}")
+            block.unread.append((begin, end))
     if in_list:
         block.end = _past_list(source, block)
     if not block.calls and not block.problems:

@@ -41,13 +41,14 @@ def read_python(source: Source, start: int, at: int, row: ToolFormat) -> CallBlo
     if text.startswith("{", begin):
         return read_objects(source, start, at, row)
     block, end, was_meant = CallBlock(stop), begin + in_list, False
-    for part, end in _parts(text, begin + in_list, stop, in_list):  # noqa: B007
+    for part, last, end in _parts(text, begin + in_list, stop, in_list):  # noqa: B007
         if not part.strip():
             continue
         try:
             block.calls.append(_call(part, source))
         except ValueError as error:
             block.problems.append(f"{shorten(part.strip(), 64)}: {error}")
+            block.unread.append((last - len(part), last))
             was_meant |= part.partition("(")[0].strip() in source.schemas
     if not marked and (not block.calls or _is_prose(source, block, start, end)):
         # A list in prose, such as [see(1)], is just text.
@@ -65,8 +66,11 @@ def _is_prose(source: Source, block: CallBlock, start: int, end: int) -> bool:
     return not alone and not (source.schemas and all(name in source.schemas for name in names))
 
 
-def _parts(text: str, at: int, stop: int, in_list: bool) -> Iterator[tuple[str, int]]:
-    """Yield the calls of a block, cut at commas or line ends outside of brackets and quotes."""
+def _parts(text: str, at: int, stop: int, in_list: bool) -> Iterator[tuple[str, int, int]]:
+    """Yield the calls of a block, cut at commas or line ends outside of brackets and quotes.
+
+    Beside each are its end, and where the next one begins.
+    """
     depth, quote, begin, quoted_at = 0, "", at, 0
     for found in _TOKEN.finditer(text, at, stop):
         token, place = found[0], found.start()
@@ -81,12 +85,12 @@ def _parts(text: str, at: int, stop: int, in_list: bool) -> Iterator[tuple[str, 
         elif token in ")]}" and depth:
             depth -= 1
         elif token == "]" and in_list:
-            yield text[begin:place], place + 1
+            yield text[begin:place], place, place + 1
             return
         elif depth == 0 and token in ",\n":
-            yield text[begin:place], place + 1
+            yield text[begin:place], place, place + 1
             begin = place + 1
-    yield text[begin:stop], stop
+    yield text[begin:stop], stop, stop
 
 
 def _ends_quote(text: str, at: int) -> bool:

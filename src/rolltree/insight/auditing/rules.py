@@ -265,7 +265,9 @@ def _mixed_groups(stored: Stored) -> Iterator[Found]:
 
 
 def _foreign_answers(stored: Stored) -> Iterator[Found]:
-    for items in _by_group(stored):
+    groups = list(_by_group(stored))
+    asked = Counter(prompt for items in groups for prompt in {item.first_prompt for item in items})
+    for items in groups:
         known = [item for item in items if item.first_prompt is not None]
         prompts = Counter(item.first_prompt for item in known)
         if len(known) < 3 or len(prompts) < 2:
@@ -277,6 +279,9 @@ def _foreign_answers(stored: Stored) -> Iterator[Found]:
             item.is_as_asked == (item.first_prompt == usual) for item in known
         ):
             (other,) = (item for item in known if item.first_prompt != usual)
+            # An environment may have dropped its first call; then no other group begins like it.
+            if asked[other.first_prompt] < 2:
+                continue
             yield Found(
                 "its calls do not begin with the question of its group "
                 f"{other.row.group_id}: it holds the tokens of another rollout",
