@@ -300,14 +300,14 @@ def test_problems_are_counted_not_repeated_for_ever(style: str) -> None:
 @pytest.mark.parametrize(
     ("name", "text"),
     [
-        ("llama4", "[now(), weather(city=Paris)]"),
-        ("lfm2", "<|tool_call_start|>[now(), weather(city=Paris)]<|tool_call_end|>"),
-        ("olmo3", "<function_calls>now()\nweather(city=Paris)</function_calls>"),
+        ("llama4", "[now(), forecast(city=Paris)]"),
+        ("lfm2", "<|tool_call_start|>[now(), forecast(city=Paris)]<|tool_call_end|>"),
+        ("olmo3", "<function_calls>now()\nforecast(city=Paris)</function_calls>"),
         ("mistral", '[TOOL_CALLS][{"name": "now", "arguments": {}}, {"city": "Paris"}]'),
     ],
 )
 def test_a_bad_call_beside_a_good_one_stays_in_the_content(name, text):
-    found = read(name, text, [tool("now"), tool("weather", city="string")])
+    found = read(name, text, [tool("now"), tool("forecast", city="string")])
     assert made(found) == [("now", {})]
     assert "Paris" in found.content
     assert len(found.problems) == 1
