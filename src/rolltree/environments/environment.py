@@ -422,7 +422,7 @@ class Environment(BatchRunner):
             state.truncation_reason = reason
 
     async def _render_timing(self, state: State) -> None:
-        timing: RolloutTiming = state.timing
+        timing: RolloutTiming = state["timing"]  # a KeyError if it is gone, as in verifiers
         began_s = state.began_s
         # A state that an environment made or copied has no `began_s`.
         if began_s is None:

@@ -66,9 +66,9 @@ class KeptParts:
         self._calls = dict.get(state, "trajectory")
         self._completion = dict.get(state, "completion")
         source: Any = dict.get(state, "input")
-        is_whole = isinstance(source, dict) and isinstance(dict.get(state, "timing"), dict)
         # A state that was played has been settled; one that was made by hand is left as it is.
-        self._row = {**source} if is_whole and _is_plain(state) else None
+        is_whole = isinstance(source, dict) and _is_whole(state, source) and _is_plain(state)
+        self._row = {**source} if is_whole else None
 
     def settle(self) -> None:
         """Restore what is gone, and replace what is odd."""
