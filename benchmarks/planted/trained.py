@@ -169,7 +169,7 @@ def _engine(wrong_from: int | None) -> Iterator[None]:
     """Let the engine return other logprobs for what the weights of a version on sample."""
     from rolltree.inference.local.client import LocalClient
 
-    sample = LocalClient.sample
+    sample = LocalClient._sample
 
     async def wrong(self: Any, *call: Any) -> Any:
         output = await sample(self, *call)
@@ -177,11 +177,11 @@ def _engine(wrong_from: int | None) -> Iterator[None]:
         return replace(output, logprobs=output.logprobs - 0.3 * is_wrong.astype("float32"))
 
     if wrong_from is not None:
-        LocalClient.sample = wrong  # type: ignore[method-assign]
+        LocalClient._sample = wrong  # type: ignore[method-assign]
     try:
         yield
     finally:
-        LocalClient.sample = sample  # type: ignore[method-assign]
+        LocalClient._sample = sample  # type: ignore[method-assign]
 
 
 FAULTS: Mapping[str, Fault] = {

@@ -32,9 +32,9 @@ def few_shot() -> list[rt.ChatMessage]:
     """Return two played games, each won on the second try."""
     messages: list[rt.ChatMessage] = []
     for a, b, wrong in SHOTS:
-        for asked, reply in ((f"{a} + {b} =", wrong), (feedback(wrong, a, b), a + b)):
+        for asked, said in ((f"{a} + {b} =", wrong), (feedback(wrong, a, b), a + b)):
             messages.append({"role": "user", "content": asked})
-            messages.append({"role": "assistant", "content": str(reply)})
+            messages.append({"role": "assistant", "content": str(said)})
     return messages
 
 

@@ -58,8 +58,8 @@ def boxed(text: str) -> str | None:
 
 @rt.run_inline
 def correct(parser: rt.Parser, completion: rt.Messages, answer: str) -> float:
-    given = number(parser.parse_answer(completion))
-    return float(given is not None and given == number(answer))
+    said = number(parser.parse_answer(completion))
+    return float(said is not None and said == number(answer))
 
 
 def load_environment(

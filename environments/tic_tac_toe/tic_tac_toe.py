@@ -32,9 +32,9 @@ def winner(board: str) -> str | None:
 @cache
 def value(board: str, mover: str) -> int:
     """Return the result of best play for X: 1, 0 or -1."""
-    outcome = winner(board)
-    if outcome is not None:
-        return {"X": 1, "O": -1, "draw": 0}[outcome]
+    found = winner(board)
+    if found is not None:
+        return {"X": 1, "O": -1, "draw": 0}[found]
     after = [value(play(board, cell, mover), "XO"[mover == "X"]) for cell in free(board)]
     return max(after) if mover == "X" else min(after)
 
@@ -69,12 +69,12 @@ class Board:
             told = f"{action} is not free."
             return {me: StepOutcome(told, info={BAD_ACTION: told})}
         self.board = play(self.board, action - 1, me)
-        outcome = winner(self.board)
-        self.current = ("XO"[me == "X"]) if outcome is None else None
-        reward = {"X": (1.0, 0.0), "O": (0.0, 1.0), "draw": (0.5, 0.5), None: (0.0, 0.0)}[outcome]
+        found = winner(self.board)
+        self.current = ("XO"[me == "X"]) if found is None else None
+        reward = {"X": (1.0, 0.0), "O": (0.0, 1.0), "draw": (0.5, 0.5), None: (0.0, 0.0)}[found]
         seen = [self.observe(agent) for agent in "XO"]
         return {
-            agent: StepOutcome(seen[i], reward[i], terminated=outcome is not None)
+            agent: StepOutcome(seen[i], reward[i], terminated=found is not None)
             for i, agent in enumerate("XO")
         }
 
@@ -103,10 +103,10 @@ def opponent(skill: float) -> Opponent:
 
 def cell(text: str) -> ParseResult:
     """Return the one number in an answer; an answer with several numbers has no action."""
-    numbers = re.findall(r"\d+", text, re.ASCII)
-    if len(numbers) != 1 or numbers[0] not in set("123456789"):
+    said = re.findall(r"\d+", text, re.ASCII)
+    if len(said) != 1 or said[0] not in set("123456789"):
         return ParseResult(None, obs="Answer with the number of one free cell.")
-    return ParseResult(int(numbers[0]))
+    return ParseResult(int(said[0]))
 
 
 def load_environment(

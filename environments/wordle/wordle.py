@@ -43,19 +43,19 @@ def colours(guess: str, secret: str) -> str:
 
 def guesses(parser: rt.Parser, state: rt.State) -> list[str]:
     """Return the guess of each message so far, "" if there is none."""
-    answers = [parser.parse_answer(step["completion"]) or "" for step in state["trajectory"]]
-    return [text.strip().lower() for text in answers]
+    said = [parser.parse_answer(step["completion"]) or "" for step in state["trajectory"]]
+    return [text.strip().lower() for text in said]
 
 
 class WordleEnv(rt.MultiTurnEnv):
     async def env_response(self, messages: rt.Messages, state: rt.State) -> rt.Messages:
         guess = guesses(self.parser, state)[-1]
         if len(guess) != 5 or not guess.isalpha():
-            reply = "Guess one word of five letters between <guess> and </guess>."
+            said = "Guess one word of five letters between <guess> and </guess>."
         else:
-            reply = f"{' '.join(guess.upper())}\n{' '.join(colours(guess, state['answer']))}"
+            said = f"{' '.join(guess.upper())}\n{' '.join(colours(guess, state['answer']))}"
         left = self.max_turns - len(state["trajectory"])
-        return [{"role": "user", "content": f"{reply}\n{left} guesses are left."}]
+        return [{"role": "user", "content": f"{said}\n{left} guesses are left."}]
 
     @rt.stop
     async def solved(self, state: rt.State) -> bool:
