@@ -37,7 +37,7 @@ from rolltree.values.estimate import Estimate
 from rolltree.values.types import RolloutResult, State
 
 # What the narrator reads of an outcome.
-_TOLD = (
+_COLUMNS = (
     *("reward", "error_type", "truncation_reason", "finish_reason", "num_calls"),
     *("num_completion_tokens", "task", "scoring_ms"),
 )
@@ -113,9 +113,9 @@ class EvalReport(Finished):
                 truncated=found[2] is not None,
                 env_id=example[0],
                 example_id=example[2],
-                **dict(zip(_TOLD, found, strict=True)),
+                **dict(zip(_COLUMNS, found, strict=True)),
             )
-            for place, (example, *found) in enumerate(columns(self.outcomes, "example", *_TOLD))
+            for place, (example, *found) in enumerate(columns(self.outcomes, "example", *_COLUMNS))
         ]
         raised = values(self.outcomes, "scoring_errors")
         looked = [Looked(*each) for each in zip(rollouts, raised, strict=True)]
