@@ -159,9 +159,9 @@ def run(code, server, home, **env):
 def test_a_model_is_downloaded_once_and_then_needs_no_hub(server, tmp_path):
     code = (
         "import rolltree as rt\n"
-        "from rolltree.inference.models.load import found_model\n"
+        "from rolltree.inference.models.load import local_model_folder\n"
         "model, tokenizer = rt.load_model('someone/tiny')\n"
-        "print(found_model('someone/tiny'), len(tokenizer))"
+        "print(local_model_folder('someone/tiny'), len(tokenizer))"
     )
     said = run(code, server, tmp_path)
     folder = tmp_path / "hub" / "models--someone--tiny" / "snapshots" / COMMIT

@@ -205,7 +205,7 @@ class TokenFields:
         self._where = where
         self._refused = False
         self._proven = False
-        self._said: set[str] = set()
+        self._logged_topics: set[str] = set()
 
     @property
     def wanted(self) -> bool:
@@ -290,6 +290,6 @@ class TokenFields:
 
     def _say(self, topic: str, text: str) -> None:
         # Once, not for every call.
-        if topic not in self._said:
-            self._said.add(topic)
+        if topic not in self._logged_topics:
+            self._logged_topics.add(topic)
             logger.warning(text)

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from rolltree._helpers.files import read_regular
-from rolltree.inference.models.load import found_model
+from rolltree.inference.models.load import local_model_folder
 from rolltree.store.reading import StoredRun
 from rolltree.values.errors import ConfigError
 from rolltree.values.types import IntArray
@@ -107,7 +107,7 @@ def found_tokenizer(run: StoredRun) -> RunTokenizer | None:
         ConfigError: a tokenizer was found, but cannot be read.
     """
     name = run.model_name
-    named = found_model(name) if name else None
+    named = local_model_folder(name) if name else None
     moved = _moved(run, name) if name else None
     # Folders that came with the run are first: the model of this name here may be a different one.
     for folder in (run.path / "model", moved, named):

@@ -64,7 +64,7 @@ class Source:
     schemas: Schemas = field(default_factory=Schemas)
     begin: int = 0
     """Where the content begins: before it is reasoning."""
-    _found: dict[object, tuple[int, int, int]] = field(default_factory=dict)
+    _match_cache: dict[object, tuple[int, int, int]] = field(default_factory=dict)
 
     def find(self, mark: str, at: int) -> int:
         """Return where the next `mark` begins, or -1."""
@@ -100,10 +100,10 @@ class Source:
         self, key: object, at: int, search: Callable[[], tuple[int, int]]
     ) -> tuple[int, int]:
         # Without it a text of opening marks alone would be searched to its end for each of them.
-        since, start, end = self._found.get(key, (len(self.text) + 1, -1, -1))
+        since, start, end = self._match_cache.get(key, (len(self.text) + 1, -1, -1))
         if not (since <= at and (start < 0 or start >= at)):
             start, end = search()
-            self._found[key] = (at, start, end)
+            self._match_cache[key] = (at, start, end)
         return start, end
 
     def first(self, marks: Sequence[str], at: int) -> tuple[int, str]:

@@ -149,7 +149,7 @@ def _model_folder(name: str) -> Path:
     return path
 
 
-def found_model(name: str) -> Path | None:
+def local_model_folder(name: str) -> Path | None:
     """Return a model's folder if it is already on this machine; makes and downloads nothing."""
     try:
         made = MADE_MODELS.get(name)

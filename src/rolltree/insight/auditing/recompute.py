@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from rolltree.inference.models.load import found_model, load_model
+from rolltree.inference.models.load import load_model, local_model_folder
 from rolltree.insight.auditing.report import Finding, Ledger, some, tolerance
 from rolltree.rollouts.decode import decode_rollout
 from rolltree.samples import build_samples
@@ -172,7 +172,7 @@ class VersionedWeights:
     def __init__(self, run: Run) -> None:
         self._config = _settings(run)
         self._folders: dict[int, Path | None] = {}
-        base = found_model(self._config.model.name)
+        base = local_model_folder(self._config.model.name)
         if base is not None:
             self._folders[0] = None
         for folder in sorted(run.checkpoints.glob("step-*")):

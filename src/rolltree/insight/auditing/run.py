@@ -18,7 +18,7 @@ import msgspec
 
 from rolltree._helpers.files import read_regular
 from rolltree._helpers.workers import WorkerCallError, WorkerPool
-from rolltree.inference.models.load import found_model
+from rolltree.inference.models.load import local_model_folder
 from rolltree.insight.auditing.report import CHECKS, AuditReport, Ledger, Place, grouped, some
 from rolltree.insight.auditing.rollout import Expected, RolloutAudit, RolloutFacts
 from rolltree.insight.auditing.rules import RUN_RULES, PlannedSettings, Stored
@@ -167,7 +167,7 @@ class _Audit:
         self.expected = self._expected()
         if self.training is not None:
             folder = self.text and self.text.folder
-            folder = folder or found_model(self.training.config.model.name)
+            folder = folder or local_model_folder(self.training.config.model.name)
             self.training.most_entropy = _most_entropy(folder)
 
     def _training(self) -> TrainingAudit | None:
