@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from rolltree.insight.auditing.rollout import RolloutAudit, RolloutFacts
 
 InRollout: TypeAlias = "Callable[[RolloutAudit, RolloutRequest], Iterator[str]]"
-InRun: TypeAlias = "Callable[[Stored], Iterator[Found]]"
+InRun: TypeAlias = "Callable[[Stored], Iterator[RunProblem]]"
 Find = TypeVar("Find", bound=Callable[..., Iterator[Any]])
 _TIMES = ("started_at", "created_at", "generation_ms", "scoring_ms", "total_ms")
 _SAMPLING = ("temperature", "top_p", "top_k", "max_tokens", "stop", "stop_token_ids", "seed")
@@ -53,7 +53,7 @@ class AuditRule(Generic[Find]):
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class RunProblem:
     """A problem that a rule of the run found: what is wrong, and in which rollout or step."""
 
     message: str
@@ -249,7 +249,7 @@ def _most_common(values: Sequence[Any]) -> Any:
     return Counter(values).most_common(1)[0][0]
 
 
-def _mixed_groups(stored: Stored) -> Iterator[Found]:
+def _mixed_groups(stored: Stored) -> Iterator[RunProblem]:
     for items in _by_group(stored):
         known = [item.asked for item in items if item.asked is not None]
         if len(set(known)) < 2:
@@ -257,14 +257,14 @@ def _mixed_groups(stored: Stored) -> Iterator[Found]:
         usual = _most_common(known)
         for item in items:
             if item.asked not in (None, usual):
-                yield Found(
+                yield RunProblem(
                     "its question or its answer differs from that of most of the "
                     f"{len(items)} members of {item.row.group_id}",
                     item.place,
                 )
 
 
-def _foreign_answers(stored: Stored) -> Iterator[Found]:
+def _foreign_answers(stored: Stored) -> Iterator[RunProblem]:
     groups = list(_by_group(stored))
     asked = Counter(prompt for items in groups for prompt in {item.first_prompt for item in items})
     for items in groups:
@@ -282,14 +282,14 @@ def _foreign_answers(stored: Stored) -> Iterator[Found]:
             # An environment may have dropped its first call; then no other group begins like it.
             if asked[other.first_prompt] < 2:
                 continue
-            yield Found(
+            yield RunProblem(
                 "its calls do not begin with the question of its group "
                 f"{other.row.group_id}: it holds the tokens of another rollout",
                 other.place,
             )
 
 
-def _changed_examples(stored: Stored) -> Iterator[Found]:
+def _changed_examples(stored: Stored) -> Iterator[RunProblem]:
     known: defaultdict[tuple[Any, ...], list[RolloutFacts]] = defaultdict(list)
     for items in _by_group(stored):
         evaluation = stored.settings.evaluations.get(items[0].row.phase)
@@ -305,14 +305,14 @@ def _changed_examples(stored: Stored) -> Iterator[Found]:
         for item in items:
             if item.asked != usual:
                 others = next(other.row.request_id for other in items if other.asked == usual)
-                yield Found(
+                yield RunProblem(
                     f"its question or its answer differs from that of {others}, which has the same "
                     "example",
                     item.place,
                 )
 
 
-def _unusual_completions(stored: Stored) -> Iterator[Found]:
+def _unusual_completions(stored: Stored) -> Iterator[RunProblem]:
     """Find completions that lack a call's answer, if most others of the phase are complete."""
     known = ((item.row.phase, item) for item in stored.facts if item.has_answers is not None)
     for phase, items in grouped(known).items():
@@ -320,7 +320,7 @@ def _unusual_completions(stored: Stored) -> Iterator[Found]:
         # An environment may write its own completions, but then it does so in every rollout.
         if len(items) >= _LEAST_USUAL and len(wrong) <= len(items) * _MOST_UNUSUAL:
             for item in wrong:
-                yield Found(
+                yield RunProblem(
                     f"its completion lacks an answer of its calls; {len(items) - len(wrong)} "
                     f"others of {phase} have all of them",
                     item.place,
@@ -330,7 +330,7 @@ def _unusual_completions(stored: Stored) -> Iterator[Found]:
 _LEAST_USUAL, _MOST_UNUSUAL = 4, 0.25
 
 
-def _foreign_environments(stored: Stored) -> Iterator[Found]:
+def _foreign_environments(stored: Stored) -> Iterator[RunProblem]:
     items = [item for item in stored.facts if item.row.phase == PHASE and stored.config is not None]
     if len({item.row.env_id for item in items}) < 2:
         return
@@ -338,10 +338,10 @@ def _foreign_environments(stored: Stored) -> Iterator[Found]:
     for item in items:
         if item.row.env_id != usual:
             message = f"its environment is {item.row.env_id!r}, but the run trains on {usual!r}"
-            yield Found(message, item.place)
+            yield RunProblem(message, item.place)
 
 
-def _parents(stored: Stored) -> Iterator[Found]:
+def _parents(stored: Stored) -> Iterator[RunProblem]:
     by_name = {
         (item.row.request_id, item.rollout_id): item
         for item in stored.facts
@@ -353,16 +353,16 @@ def _parents(stored: Stored) -> Iterator[Found]:
             continue
         if item.row.depth != parent.row.depth + 1:
             message = f"its depth is {item.row.depth}, but its parent has depth {parent.row.depth}"
-            yield Found(message, item.place)
+            yield RunProblem(message, item.place)
         if item.parent_step is not None and not 0 <= item.parent_step < max(
             1, parent.row.num_calls
         ):
             calls = f"{parent.row.num_calls} calls"
             message = f"its parent_step is {item.parent_step}, but its parent has {calls}"
-            yield Found(message, item.place)
+            yield RunProblem(message, item.place)
 
 
-def _trained_on_test(stored: Stored) -> Iterator[Found]:
+def _trained_on_test(stored: Stored) -> Iterator[RunProblem]:
     phases = {item.place: item.row.phase for item in stored.facts if item.row.phase != PHASE}
     if stored.config is None or not phases:
         return
@@ -370,7 +370,7 @@ def _trained_on_test(stored: Stored) -> Iterator[Found]:
     for row in stored.run.query(sql):
         place = row["request_id"], row["trajectory_index"]
         if place in phases:
-            yield Found(
+            yield RunProblem(
                 f"step {row['step']} trained it, but it is a rollout of {phases[place]}: test data "
                 "was trained on",
                 place,
@@ -378,7 +378,7 @@ def _trained_on_test(stored: Stored) -> Iterator[Found]:
             )
 
 
-def _missing_evaluations(stored: Stored) -> Iterator[Found]:
+def _missing_evaluations(stored: Stored) -> Iterator[RunProblem]:
     config, run, played = stored.config, stored.run, stored.run.phases()
     evaluated = [event for event in run.events() if event.kind in _EVALUATED]
     # A run without held-out examples evaluates nothing, whatever its settings say.
@@ -401,7 +401,7 @@ def _missing_evaluations(stored: Stored) -> Iterator[Found]:
         owed.append((last, "eval_after"))
     for step, phase in owed:
         there = "its rollouts are stored" if phase in played else "no rollout of it is stored"
-        yield Found(
+        yield RunProblem(
             f"the settings ask for {phase} after step {step}, but its result is missing; {there}",
             step=step,
         )
@@ -410,21 +410,21 @@ def _missing_evaluations(stored: Stored) -> Iterator[Found]:
 _EVALUATED = ("evaluation", "evaluation_skipped")
 
 
-def _missing_rollouts(stored: Stored) -> Iterator[Found]:
+def _missing_rollouts(stored: Stored) -> Iterator[RunProblem]:
     """Compare the requests of each finished evaluation with its plan."""
     planned: Mapping[str, Any] = stored.run.meta.get("planned") or {}
     played = grouped((item.row.phase, item.row.request_id) for item in stored.facts)
     for done in stored.run.evaluations():
         number, there = planned.get(f"phase/{done.phase}"), len({*played.get(done.phase, ())})
         if isinstance(number, int) and there < number:
-            yield Found(
+            yield RunProblem(
                 f"{done.phase} was to play {number} requests and is finished, but {there} are "
                 "stored",
                 step=done.step,
             )
 
 
-def _evaluation_numbers(stored: Stored) -> Iterator[Found]:
+def _evaluation_numbers(stored: Stored) -> Iterator[RunProblem]:
     played = stored.run.phases()
     for evaluation in stored.run.evaluations():
         told = evaluation.metrics
@@ -434,16 +434,16 @@ def _evaluation_numbers(stored: Stored) -> Iterator[Found]:
         found = stored_report(stored.run, evaluation.phase, settings=Settings(**settings)).as_dict()
         for difference in _other_numbers(told, found):
             message = f"the evaluation {evaluation.phase} reported {difference}"
-            yield Found(message, step=evaluation.step)
+            yield RunProblem(message, step=evaluation.step)
 
 
-def _kept_reports(stored: Stored) -> Iterator[Found]:
+def _kept_reports(stored: Stored) -> Iterator[RunProblem]:
     for phase in stored.run.phases():
         if not stored.run.kept_report(phase):
             continue
         kept = stored_report(stored.run, phase, outcomes=False).as_dict()
         for difference in _other_numbers(kept, stored_report(stored.run, phase).as_dict()):
-            yield Found(f"the report of {phase} says {difference}")
+            yield RunProblem(f"the report of {phase} says {difference}")
 
 
 _SETTINGS = ("confidence", "pass_threshold")
@@ -488,35 +488,35 @@ def _numbers(report: Mapping[str, Any]) -> dict[str, float]:
 _OWN = (*_SETTINGS, "elapsed_s", "num_resumed", "advice", "scoring_errors", "failure_messages")
 
 
-def _future_versions(stored: Stored) -> Iterator[Found]:
+def _future_versions(stored: Stored) -> Iterator[RunProblem]:
     if stored.config is None:
         return
     last = max((row.step for row in stored.run.steps()), default=0)
     most = max(last + 1, stored.config.train.num_steps)
     for item in stored.facts:
         if item.row.max_version is not None and item.row.max_version > most:
-            yield Found(
+            yield RunProblem(
                 f"its tokens say that version {item.row.max_version} sampled them, but the run's "
                 f"versions end at {most}",
                 item.place,
             )
 
 
-def _before_the_run(stored: Stored) -> Iterator[Found]:
+def _before_the_run(stored: Stored) -> Iterator[RunProblem]:
     began = stored.run.meta.get("created_at")
     if stored.config is None or not isinstance(began, int | float):
         return
     for item in stored.facts:
         first = min(item.row.created_at, item.row.started_at or item.row.created_at)
         if first < began - CLOCK_S:
-            yield Found(
+            yield RunProblem(
                 f"it began or was stored {began - first:.0f} s before the run began, so it is from "
                 "another run",
                 item.place,
             )
 
 
-def _backward_steps(stored: Stored) -> Iterator[Found]:
+def _backward_steps(stored: Stored) -> Iterator[RunProblem]:
     latest, number = -math.inf, 0
     stored_at: defaultdict[int, float] = defaultdict(lambda: -math.inf)
     for item in stored.facts:
@@ -529,7 +529,9 @@ def _backward_steps(stored: Stored) -> Iterator[Found]:
         ):
             if row.created_at < at - CLOCK_S:
                 early = f"{at - row.created_at:.0f} s"
-                yield Found(f"it was stored {early} before {what}, which came first", step=row.step)
+                yield RunProblem(
+                    f"it was stored {early} before {what}, which came first", step=row.step
+                )
                 break
         if row.created_at > latest:
             latest, number = row.created_at, row.step

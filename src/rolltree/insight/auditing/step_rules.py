@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from rolltree._helpers.files import read_regular
-from rolltree.insight.auditing.rules import CLOCK_S, AuditRule, Found, InRun, Stored
+from rolltree.insight.auditing.rules import CLOCK_S, AuditRule, InRun, RunProblem, Stored
 from rolltree.store.metric_names import number_of
 from rolltree.store.metric_table import metric_of
 from rolltree.training.plan import PHASE
@@ -20,28 +20,28 @@ _ROUNDING = 1e-4
 _PARTS_OF_STEP = ("time/wait_for_batch", "time/train_s", "time/broadcast_weights", "time/paused_s")
 
 
-def _impossible_metrics(stored: Stored) -> Iterator[Found]:
+def _impossible_metrics(stored: Stored) -> Iterator[RunProblem]:
     for row in stored.run.steps():
         for name, given in row.metrics.items():
             metric = metric_of(name)
             if metric is None:
-                yield Found(f"a training stores no metric {name}", step=row.step)
+                yield RunProblem(f"a training stores no metric {name}", step=row.step)
                 continue
             value, (least, most) = number_of(given), metric.bounds
             if value is None or least - _ROUNDING <= value <= most + _ROUNDING:
                 continue
             span = f"{least:g} or more" if most == math.inf else f"from {least:g} to {most:g}"
-            yield Found(f"{name} is {value:g}, but it can only be {span}", step=row.step)
+            yield RunProblem(f"{name} is {value:g}, but it can only be {span}", step=row.step)
         whole = number_of(row.metrics.get("time/step"))
         for name in _PARTS_OF_STEP:
             part = number_of(row.metrics.get(name))
             if whole is not None and part is not None and part > whole + _ROUNDING:
-                yield Found(
+                yield RunProblem(
                     f"time/step is {whole:g} s, but {name} in it is {part:g} s", step=row.step
                 )
 
 
-def _differing_speeds(stored: Stored) -> Iterator[Found]:
+def _differing_speeds(stored: Stored) -> Iterator[RunProblem]:
     for row in stored.run.steps():
         found = {name: number_of(value) for name, value in row.metrics.items()}
         for name, of, time, num_passes in _speeds(stored):
@@ -50,7 +50,7 @@ def _differing_speeds(stored: Stored) -> Iterator[Found]:
                 continue
             right = tokens * num_passes / max(spent, 1e-9)
             if not math.isclose(speed, right, rel_tol=1e-6):
-                yield Found(
+                yield RunProblem(
                     f"{name} is {speed:g}, but {tokens:g} tokens in {spent:g} s are {right:g}",
                     step=row.step,
                 )
@@ -65,7 +65,7 @@ def _speeds(stored: Stored) -> Iterator[tuple[str, str, str, int]]:
         yield "train/tokens_per_s", "train/num_computed_tokens", "time/train_s", num_passes
 
 
-def _differing_settings(stored: Stored) -> Iterator[Found]:
+def _differing_settings(stored: Stored) -> Iterator[RunProblem]:
     """Compare steps and plans with the settings, unless these changed during the run."""
     run, config = stored.run, stored.config
     if config is None or any(event.data.get("changed") for event in run.events("resumed")):
@@ -102,11 +102,13 @@ def _differing_settings(stored: Stored) -> Iterator[Found]:
             yield _differs(f"{done.phase} plans", number, "the size set in eval", size, done.step)
 
 
-def _differs(what: str, value: object, name: str, wanted: object, step: int | None = None) -> Found:
-    return Found(f"{what} {value}, but {name} is {wanted}", step=step)
+def _differs(
+    what: str, value: object, name: str, wanted: object, step: int | None = None
+) -> RunProblem:
+    return RunProblem(f"{what} {value}, but {name} is {wanted}", step=step)
 
 
-def _missing_checkpoints(stored: Stored) -> Iterator[Found]:
+def _missing_checkpoints(stored: Stored) -> Iterator[RunProblem]:
     """Compare the events with `checkpoint.every`, unless that changed during the run."""
     saved = {event.step for event in stored.run.events("checkpoint")}
     changed = [event.data.get("changed") for event in stored.run.events("resumed")]
@@ -118,26 +120,26 @@ def _missing_checkpoints(stored: Stored) -> Iterator[Found]:
     )
     owed = [step for step in range(stored.first + 1, last) if step % every == 0]
     for step in sorted({*owed} - saved):
-        yield Found(
+        yield RunProblem(
             f"a checkpoint is saved every {every} steps, but the events have none for this step",
             step=step,
         )
 
 
-def _late_rollouts(stored: Stored) -> Iterator[Found]:
+def _late_rollouts(stored: Stored) -> Iterator[RunProblem]:
     ended = {
         str(event.data.get("phase")): event.created_at for event in stored.run.events("evaluation")
     }
     for item in stored.facts:
         late_s = item.row.created_at - ended.get(item.row.phase, math.inf)
         if late_s > CLOCK_S:
-            yield Found(
+            yield RunProblem(
                 f"it was stored {late_s:.0f} s after the evaluation {item.row.phase} had ended",
                 item.place,
             )
 
 
-def _settings_for_people(stored: Stored) -> Iterator[Found]:
+def _settings_for_people(stored: Stored) -> Iterator[RunProblem]:
     from rolltree.store.settings import config_text
 
     text = config_text(stored.run.config).encode()
@@ -146,7 +148,7 @@ def _settings_for_people(stored: Stored) -> Iterator[Found]:
     except (OSError, StoreError):  # a copy of a run may lack it
         return
     if read != text:
-        yield Found(
+        yield RunProblem(
             "config.json differs from the run's stored settings, which are what it ran with"
         )
 

@@ -48,7 +48,7 @@ from rolltree.values.errors import ConfigError, RolltreeError, StoreError, Unkno
 logger = logging.getLogger("rolltree.insight.page")
 
 _MAX_OPEN = 16
-_MAX_SAID = 500  # characters of an error
+_MAX_ERROR_CHARACTERS = 500
 _PATIENCE_S, _LEAST_PATIENCE_S = 3.0, 0.1
 """How long a list waits for all slow runs together, and then still for each of them."""
 _STILL_READ = "it is still being read: it is large, or another program has locked it."
@@ -82,7 +82,7 @@ class _Look(threading.Thread):
             with Run.open(self.folder, mode="r", check="rows") as run:
                 self.row = {"id": self.run_name, **run_overview(run)}
         except StoreError as error:
-            self.error = shorten(str(error), _MAX_SAID)
+            self.error = shorten(str(error), _MAX_ERROR_CHARACTERS)
         except Exception as error:  # noqa: BLE001  a run that rolltree did not write
             self.error = _unexpected(error)
 
@@ -388,7 +388,7 @@ class Api:
 
 
 def _unexpected(error: Exception) -> str:
-    said = shorten(f"{type(error).__name__}: {error}", _MAX_SAID)
+    said = shorten(f"{type(error).__name__}: {error}", _MAX_ERROR_CHARACTERS)
     return (
         f"this cannot be shown ({said}). The run has data that rolltree does not write, or the "
         "viewer has a bug: `rolltree audit` checks the run."
