@@ -13,7 +13,7 @@ from golden_kit import unpack
 from rolltree.insight.page.group_tree import group_tree, tree_picture
 from rolltree.insight.page.rollout_view import rollout_view
 from rolltree.insight.page.token_lens import token_lens
-from rolltree.records.tokenizer import RunTokenizer, found_tokenizer
+from rolltree.records.tokenizer import RunTokenizer, local_tokenizer
 from rolltree.rollouts.record import encode_result
 from rolltree.store import Run, TrainedRollout
 from rolltree.values.errors import ConfigError, UnknownName
@@ -244,7 +244,7 @@ def test_sentencepiece_writes_bytes_and_spaces_otherwise(tmp_path):
 
 
 def test_a_run_without_a_tokenizer_has_none(run):
-    assert found_tokenizer(run) is None
+    assert local_tokenizer(run) is None
     (run.path / "model").mkdir()
     (run.path / "model" / "tokenizer.json").write_text("{}")
     assert token_lens(run, "g/0")["texts"] is None
@@ -281,7 +281,7 @@ def test_a_tokenizer_is_read_from_bounded_files(name, kind, tmp_path):
 def test_a_model_that_was_moved_with_its_run_is_found(tmp_path, told, found):
     byte_level(tmp_path / "warm")
     with Run.create(tmp_path / "run", kind="train", config=told) as run:
-        shown = found_tokenizer(run)
+        shown = local_tokenizer(run)
         assert (shown is not None) == found
         if shown is not None:
             assert shown.folder == tmp_path / "warm"

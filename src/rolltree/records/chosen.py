@@ -15,15 +15,15 @@ _MAX_GROUP = 16
 
 @dataclass(frozen=True, slots=True)
 class ChosenRollouts:
-    """The requests to show: the first of `num_found` rollouts that pass `words`."""
+    """The requests to show: the first of `num_matches` rollouts that pass `words`."""
 
     request_ids: tuple[str, ...]
-    num_found: int
+    num_matches: int
     words: tuple[str, ...]
 
     def __str__(self) -> str:
-        noun = "rollout" if self.num_found == 1 else "rollouts"
-        return f"{self.num_found} {noun}: {', '.join(self.words)}"
+        noun = "rollout" if self.num_matches == 1 else "rollouts"
+        return f"{self.num_matches} {noun}: {', '.join(self.words)}"
 
 
 def shown_requests(

@@ -16,7 +16,7 @@ def notice_sentences(events: Iterable[Event]) -> list[dict[str, Any]]:
     """
     found: dict[tuple[str, str], dict[str, Any]] = {}
     for event in events:
-        say = _SAID.get(event.kind)
+        say = _FORMATTERS.get(event.kind)
         if say is None:
             continue
         data = event.data if isinstance(event.data, Mapping) else {}
@@ -68,7 +68,7 @@ def _ended(data: Mapping[str, Any]) -> str:
     return f"A start ended with {data.get('error')}: {data.get('message')}"
 
 
-_SAID: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
+_FORMATTERS: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
     "notice": _message,
     "retried": _retried,
     "truncated": _truncated,

@@ -97,7 +97,7 @@ class RunTokenizer:
         return texts[at].tolist(), spelled[at].tolist()
 
 
-def found_tokenizer(run: StoredRun) -> RunTokenizer | None:
+def local_tokenizer(run: StoredRun) -> RunTokenizer | None:
     """Return the tokenizer of the run's exported model, or of the model that its settings name.
 
     A model that was moved together with the run is found, too. None if no tokenizer is on this
@@ -152,9 +152,9 @@ def _written(folder: Path) -> int:
 
 
 def shown_tokenizer(run: StoredRun) -> RunTokenizer | None:
-    """Return the chosen tokenizer, else `found_tokenizer`; None for one that cannot be read."""
+    """Return the chosen tokenizer, else `local_tokenizer`; None for one that cannot be read."""
     try:
-        return _opened(_CHOSEN[0], _written(_CHOSEN[0])) if _CHOSEN else found_tokenizer(run)
+        return _opened(_CHOSEN[0], _written(_CHOSEN[0])) if _CHOSEN else local_tokenizer(run)
     except ConfigError:
         return None
 
@@ -162,7 +162,7 @@ def shown_tokenizer(run: StoredRun) -> RunTokenizer | None:
 def why_raw(run: StoredRun) -> str | None:
     """Return why ids of a run are shown without text; None if there is a tokenizer."""
     try:
-        if _CHOSEN or found_tokenizer(run) is not None:
+        if _CHOSEN or local_tokenizer(run) is not None:
             return None
     except ConfigError as error:
         return str(error)

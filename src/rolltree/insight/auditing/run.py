@@ -25,7 +25,7 @@ from rolltree.insight.auditing.rules import RUN_RULES, PlannedSettings, Stored
 from rolltree.insight.auditing.step_rules import STEP_RULES
 from rolltree.insight.auditing.text import TextCheck
 from rolltree.insight.auditing.training import MOST_ENTROPY, TrainingAudit
-from rolltree.records.tokenizer import RunTokenizer, found_tokenizer
+from rolltree.records.tokenizer import RunTokenizer, local_tokenizer
 from rolltree.store import Run, StoredRollout
 from rolltree.store.database import WriterLock
 from rolltree.store.settings import without
@@ -209,7 +209,7 @@ class _Audit:
         if tokenizer is not None:
             return TextCheck(RunTokenizer(Path(tokenizer)))
         try:
-            found = found_tokenizer(self.run)
+            found = local_tokenizer(self.run)
         except ConfigError as error:
             self.ledger.skip("text", str(error))
             return None
