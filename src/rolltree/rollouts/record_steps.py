@@ -20,8 +20,10 @@ _IN_EXTRAS = (
     *("num_prompt_tokens", "num_completion_tokens"),
 )
 _PROCESS_ONLY = ("extends",)  # a hint for the tree, which has used it by now
-_SAID = ("message", "text", *_IN_EXTRAS)  # also in the completion and the extras
-_REST = tuple(name for name in KeptResponse._fields if name not in (*_SAID, *_PROCESS_ONLY))
+_STORED_ELSEWHERE = ("message", "text", *_IN_EXTRAS)  # in the completion and the extras
+_REST = tuple(
+    name for name in KeptResponse._fields if name not in (*_STORED_ELSEWHERE, *_PROCESS_ONLY)
+)
 _STEP_FIELDS = ("prompt", "completion", "response", "tokens", "reward", "advantage", "extras")
 
 
