@@ -2,7 +2,6 @@
 
 import ast
 import re
-from collections import defaultdict
 from functools import cache
 
 import pytest
@@ -18,8 +17,6 @@ DOCUMENTED = {
     ("inference/formats/rows.py", "found_by"),
 }
 """Names that users know; one that is renamed leaves the list."""
-ROOMS_LEFT = {"verifiers"}
-"""Rooms whose names are not done yet; one that is done leaves the list."""
 
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 SCOPES = (*FUNCTIONS, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
@@ -79,8 +76,8 @@ def lasting_names(tree):
 
 @cache
 def fillers():
-    """Return the offending names of each room as `(file, line, name)`."""
-    rooms = defaultdict(list)
+    """Return the offending names as `(file, line, name)`."""
+    rows = []
     for path in sorted(SRC.rglob("*.py")):
         file = path.relative_to(SRC)
         tree = ast.parse(path.read_text(encoding="utf-8"))
@@ -90,17 +87,13 @@ def fillers():
                 names += long_locals(scope)
         if is_filler(file.stem):
             names.append((file.stem, 1))
-        rooms[file.parts[0]] += [(file.as_posix(), line, name) for name, line in names]
-    return rooms
+        rows += [(file.as_posix(), line, name) for name, line in names]
+    return rows
 
 
 def test_names_that_last_say_what_the_value_is():
-    left = [names for room, names in fillers().items() if room not in ROOMS_LEFT]
     wrong = [
-        f"{file}:{line} {name}"
-        for names in left
-        for file, line, name in names
-        if (file, name) not in DOCUMENTED
+        f"{file}:{line} {name}" for file, line, name in fillers() if (file, name) not in DOCUMENTED
     ]
     assert not wrong, (
         "name the value by the field's term: rows, matches, reply, problem, events, ..."
@@ -109,13 +102,9 @@ def test_names_that_last_say_what_the_value_is():
 
 @pytest.mark.parametrize(("file", "name"), sorted(DOCUMENTED))
 def test_a_name_that_users_know_stands_there(file, name):
-    names = {(file, name) for all_of in fillers().values() for file, _, name in all_of}
-    assert (file, name) in names, f"take {name!r} out of DOCUMENTED"
-
-
-@pytest.mark.parametrize("room", sorted(ROOMS_LEFT))
-def test_a_room_that_is_done_leaves_the_list(room):
-    assert fillers()[room], f"take {room!r} out of ROOMS_LEFT"
+    assert (file, name) in {(file, name) for file, _, name in fillers()}, (
+        f"take {name!r} out of DOCUMENTED"
+    )
 
 
 @pytest.mark.parametrize(

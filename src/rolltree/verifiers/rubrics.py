@@ -546,27 +546,27 @@ class JudgeRubric(Rubric, rooms.JudgeRubric):
             KeyError: the template has an unknown field.
             RuntimeError: the judge gave no answer; the client's error is its cause.
         """
-        said = self.judge_prompt.format(
+        request = self.judge_prompt.format(
             question=_question(prompt),
             answer=answer,
             response=self.parser.parse_answer(completion),
         )
         # Keyed by the prompt that was sent, so functions that ask the same share one answer.
         replies = state.get("judge_response")
-        if isinstance(replies, dict) and said in replies:
-            return str(replies[said])
-        reply = await self._ask(said)
+        if isinstance(replies, dict) and request in replies:
+            return str(replies[request])
+        reply = await self._ask(request)
         state["judge_response"] = (
-            {**replies, said: reply} if isinstance(replies, dict) else {said: reply}
+            {**replies, request: reply} if isinstance(replies, dict) else {request: reply}
         )
         return reply
 
-    async def _ask(self, said: str) -> str:
+    async def _ask(self, request: str) -> str:
         try:
             response = await maybe_await(
                 async_client(self.judge_client).chat.completions.create,
                 model=self.judge_model,
-                messages=[{"role": "user", "content": said}],
+                messages=[{"role": "user", "content": request}],
                 **request_fields(self.judge_sampling_args or {}, "chat"),
             )
             return str(response.choices[0].message.content)
