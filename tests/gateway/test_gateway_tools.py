@@ -52,7 +52,7 @@ async def test_responses_like_those_of_codex_are_one_path():
         "truncation": "auto",
         "extra_body": {"client_metadata": {"installation": "x"}},
     }
-    history = [{"role": "user", "content": "Mend it."}]
+    history = [{"role": "user", "content": "Fix it."}]
     async with rt.gateway(client) as g, g.session() as s, openai_agent(s) as agent:
         for turn in range(3):
             events = [
@@ -115,7 +115,7 @@ async def test_custom_tools_of_chats_are_one_path(stream):
             "format": {"type": "grammar", "grammar": {"syntax": "regex", "definition": ".*"}},
         },
     }
-    history = [{"role": "user", "content": "Mend it."}]
+    history = [{"role": "user", "content": "Fix it."}]
     async with rt.gateway(client) as g, g.session() as s, openai_agent(s) as agent:
         asked = {"model": "m", "tools": [custom, ADD], "stream": stream}
         made = await agent.chat.completions.create(messages=history, **asked)
