@@ -462,14 +462,12 @@ async def test_settings_reach_the_model_and_mark_the_call():
         )  # fmt: skip
         none = {"type": "none"}
         await whole(s, model="m", max_tokens=7, messages=USER, tools=TOOLS, tool_choice=none)
-        changed = s.changed_sampling
+        changed, notes = s.changed_sampling, s.notes
     first, second, third = (call.sampling for call in client.calls)
     assert (first.temperature, first.top_p, first.top_k) == (0.5, 0.9, 3)
     assert (first.max_tokens, first.stop) == (7, ("x",))
     assert first.extra == {
         "tool_choice": "required",
-        "parallel_tool_calls": False,
-        "reasoning_effort": "low",
         "response_format": {
             "type": "json_schema",
             "json_schema": {"name": "output", "schema": {"type": "object"}, "strict": True},
@@ -478,6 +476,8 @@ async def test_settings_reach_the_model_and_mark_the_call():
     assert second.extra == {"tool_choice": {"type": "function", "function": {"name": "add"}}}
     assert third.extra == {}
     assert client.calls[2].tools == ()
+    # The prompt is rendered here, so these wishes reach nobody.
+    assert notes.keys() == {"parallel_tool_calls", "reasoning_effort"}
     assert changed[0].keys() >= {"top_p", "top_k"}
 
 
@@ -636,18 +636,10 @@ REFUSED = {
     "message": ({"messages": ["hi"]}, "messages[0]"),
     "no messages": ({"messages": []}, "messages"),
     "prefill": ({"messages": [*USER, {"role": "assistant", "content": "{"}]}, "messages[1]"),
-    "web_search": (
-        {"tools": [{"type": "web_search_20250305", "name": "web_search"}]},
-        "tools[0].type",
-    ),
-    "bash": ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0].type"),
-    "strict": (tool(strict=True), "tools[1].strict"),
-    "defer_loading": (tool(defer_loading=True), "tools[1].defer_loading"),
     "allowed_callers": (
         tool(allowed_callers=["code_execution_20250825"]),
         "tools[1].allowed_callers",
     ),
-    "input_examples": (tool(input_examples=[{"a": 1}]), "tools[1].input_examples"),
     "tool without a name": ({"tools": [{"input_schema": {}}]}, "tools[0].name"),
     "tools": ({"tools": {}}, "tools"),
     "tool_choice": ({"tool_choice": {"type": "some"}}, "tool_choice"),

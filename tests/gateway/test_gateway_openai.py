@@ -202,7 +202,8 @@ PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA
         ({"top_logprobs": 3}, "top_logprobs"),
         ({"modalities": ["audio"]}, "modalities"),
         ({"extra_body": {"guided_magic": 1}}, "guided_magic"),
-        ({"tools": [{"type": "custom", "custom": {"name": "x"}}]}, "tools[0]"),
+        ({"tools": [{"type": "custom", "custom": {}}]}, "tools[0].custom.name"),
+        ({"tools": [{"type": "function"}]}, "tools[0]"),
         ({"temperature": -1}, None),
         ({"n": 0}, "n"),
     ],
@@ -254,14 +255,12 @@ async def test_what_the_engine_does_not_do_is_refused_by_the_engine():
     client = rt.local_client(model, tokenizer)
     try:
         async with rt.gateway(client) as g, g.session() as s, openai_agent(s) as agent:
-            for name, value in {
-                "response_format": {"type": "json_object"},
-                "reasoning_effort": "high",
-            }.items():
-                with pytest.raises(openai.BadRequestError, match=name):
-                    await agent.chat.completions.create(
-                        model="m", messages=[{"role": "user", "content": "?"}], **{name: value}
-                    )
+            with pytest.raises(openai.BadRequestError, match="response_format"):
+                await agent.chat.completions.create(
+                    model="m",
+                    messages=[{"role": "user", "content": "?"}],
+                    response_format={"type": "json_object"},
+                )
     finally:
         await client.aclose()
 

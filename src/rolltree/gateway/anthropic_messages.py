@@ -40,12 +40,12 @@ from rolltree.gateway.messages import (
     unsupported_part,
 )
 from rolltree.gateway.protocol import Answering, WireProtocol, data_event
+from rolltree.gateway.tools import left_out, tool_notes
 from rolltree.values.types import ChatMessage, FinishReason, SamplingParams, ToolSchema
 from rolltree.web.guard import RequestError
 
 _OWN_MODEL = "every call is answered by the session's model alone"
 _WHOLE_HISTORY = "the model reads the whole history of the request"
-_NEEDS_CONSTRAINTS = "it needs constrained decoding"
 _ASKED_BY_AGENT = "tools are run by the agent, and all of them are offered to the model"
 
 FIELDS: dict[str, Field] = {
@@ -80,12 +80,9 @@ _NO_EDITS = [{"type": "clear_thinking_20251015", "keep": keep} for keep in ("all
 _CHOICE: dict[str, Field] = each("type name disable_parallel_tool_use", READ)
 _TOOL: dict[str, Field] = {
     **each("name description input_schema", READ),
-    "type": only("custom", why="only tools that the agent describes and runs can be offered"),
+    **each("type strict defer_loading input_examples", READ),
     **each("cache_control eager_input_streaming", NO_EFFECT),
-    "strict": only(False, why=_NEEDS_CONSTRAINTS),
-    "defer_loading": only(False, why=_ASKED_BY_AGENT),
     "allowed_callers": only(["direct"], why=_ASKED_BY_AGENT),
-    "input_examples": only([], why="chat templates have no place for examples"),
 }
 _TURN: dict[str, Field] = each("role content", READ)
 _TEXT: dict[str, Field] = {**each("type text", READ), **each("cache_control citations", NO_EFFECT)}
@@ -136,7 +133,7 @@ def read_messages(body: Mapping[str, Any], session: Answering) -> AgentCall:
     """Return the call that a body of `messages` asks for."""
     given, asked = read_fields(body, FIELDS)
     _check_context(given.get("context_management", {}))
-    tools, choice = _tools_and_choice(given)
+    tools, choice, notes = _tools_and_choice(given)
     messages = _history(given.get("messages"))
     if system := _system(given.get("system")):
         messages.insert(0, {"role": "system", "content": system})
@@ -147,6 +144,7 @@ def read_messages(body: Mapping[str, Any], session: Answering) -> AgentCall:
         tools=tools,
         stream=flag(given, "stream"),
         options={"thinking": _thinking(given.get("thinking", {"type": "disabled"}))},
+        notes=notes,
     )
 
 
@@ -196,9 +194,11 @@ def _check_context(value: object) -> None:
 
 def _tools_and_choice(
     given: Mapping[str, Any],
-) -> tuple[tuple[ToolSchema, ...], dict[str, Any]]:
-    """Return the tools that the prompt offers, and the settings of a forced choice, if any."""
-    tools = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(tools_in(given))]
+) -> tuple[tuple[ToolSchema, ...], dict[str, Any], dict[str, str]]:
+    """Return the tools that the prompt offers, the settings of a forced choice, and notes."""
+    notes: dict[str, str] = {}
+    read = (_tool(tool, f"tools[{index}]", notes) for index, tool in enumerate(tools_in(given)))
+    tools = [tool for tool in read if tool is not None]
     choice, _ = read_part(given.get("tool_choice", {"type": "auto"}), _CHOICE, "tool_choice")
     kind, forced = choice.get("type"), dict[str, Any]()
     if kind == "none":
@@ -215,11 +215,16 @@ def _tools_and_choice(
         )
     if flag(choice, "disable_parallel_tool_use"):
         forced["parallel_tool_calls"] = False
-    return tuple(tools), forced
+    return tuple(tools), forced, notes
 
 
-def _tool(value: object, where: str) -> ToolSchema:
+def _tool(value: object, where: str, notes: dict[str, str]) -> ToolSchema | None:
+    """Return a tool as a function, or None for one that Anthropic describes or runs itself."""
+    if isinstance(value, Mapping) and value.get("type") not in (None, "custom"):
+        notes.update(left_out(text_at(value["type"], f"{where}.type")))
+        return None
     tool, _ = read_part(value, _TOOL, where)
+    notes.update(tool_notes(tool))
     function: dict[str, Any] = {"name": text_at(tool.get("name"), f"{where}.name")}
     if tool.get("description"):
         function["description"] = text_at(tool["description"], f"{where}.description")

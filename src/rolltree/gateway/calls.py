@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from reprlib import repr as shown
 from typing import Any
 
 import numpy as np
 
 from rolltree.inference.call import DEFAULT_SAMPLING
+from rolltree.inference.request_fields import hints_in
 from rolltree.values.types import (
     ChatMessage,
     FinishReason,
@@ -32,7 +34,8 @@ class AgentCall:
     """A request of an agent.
 
     `prompt` is a list of messages (chat), a string, or ids int32 `[_P]` (completion). `options` are
-    the protocol's own: the parts of the request that its writer needs.
+    the protocol's own: the parts of the request that its writer needs. `notes` says what of the
+    request was left out, by its name.
     """
 
     prompt: Messages | IntArray
@@ -47,6 +50,7 @@ class AgentCall:
     options: Mapping[str, Any] = field(default_factory=dict)
     # Further prompts of a text completion.
     more_prompts: tuple[str | IntArray, ...] = ()
+    notes: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def num_answers(self) -> int:
@@ -69,6 +73,21 @@ class AgentCall:
             for prompt in (self.prompt, *self.more_prompts)
             for seed in seeds
         ]
+
+
+def without_hints(call: AgentCall) -> AgentCall:
+    """Return a call whose wishes are notes, for an engine that cannot follow them."""
+    hints = hints_in(call.sampling.extra)
+    if not hints:
+        return call
+    extra = {name: value for name, value in call.sampling.extra.items() if name not in hints}
+    notes = {
+        name: f"{shown(value)} was asked for; nothing here can follow it"
+        for name, value in hints.items()
+    }
+    return replace(
+        call, sampling=replace(call.sampling, extra=extra), notes={**call.notes, **notes}
+    )
 
 
 def answer_seeds(seed: int | None, n: int) -> list[int | None]:

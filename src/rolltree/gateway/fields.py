@@ -168,11 +168,11 @@ def model_in(given: Mapping[str, Any]) -> str:
     return model
 
 
-def tools_in(given: Mapping[str, Any]) -> list[Any]:
+def tools_in(given: Mapping[str, Any], where: str = "tools") -> list[Any]:
     """Return the list of tools, as they came."""
     tools = given.get("tools", [])
     if not isinstance(tools, list):
-        raise RequestError("tools is not a list.", param="tools")
+        raise RequestError(f"{where} is not a list.", param=where)
     return tools
 
 
@@ -213,9 +213,3 @@ def includes_usage(given: Mapping[str, Any]) -> bool:
             param="stream_options",
         )
     return flag(options, "include_usage")
-
-
-def is_tool(tool: object) -> bool:
-    """Whether `tool` is a function tool in OpenAI's format."""
-    function = tool.get("function") if isinstance(tool, dict) else None
-    return isinstance(function, dict) and isinstance(function.get("name"), str)

@@ -8,15 +8,18 @@ earlier call that a prompt continues.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from reprlib import repr as shown
 from typing import Any, cast
 
 import msgspec
 
-from rolltree._helpers.untrusted import encode_json
+from rolltree._helpers.untrusted import encode_json, read_json
 from rolltree.values.types import ChatMessage
 from rolltree.web.guard import RequestError
 
+INPUT = "input"
+"""The argument of a function that stands for a custom tool, which takes text."""
 TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 """The types of content parts that are text, and the field that has the text."""
 _ROLES = {name: name for name in ("system", "user", "assistant", "tool")} | {"developer": "system"}
@@ -81,6 +84,24 @@ def tool_call(call_id: str, name: str, arguments: object) -> ChatMessage:
     return {"id": call_id, "type": "function", "function": function}
 
 
+def input_of(arguments: str) -> str:
+    """Return the text for a custom tool: the argument, or what the model wrote in its place.
+
+    >>> input_of('{"input": "ls"}'), input_of("ls")
+    ('ls', 'ls')
+    """
+    with suppress(ValueError):
+        match read_json(arguments):
+            case {"input": str(text), **rest} if not rest:
+                return text
+    return arguments
+
+
+def input_arguments(text: str) -> str:
+    """Undo `input_of`."""
+    return encode_json({INPUT: text}).decode()
+
+
 def assistant(
     content: str, tool_calls: Sequence[ChatMessage] = (), reasoning: str = ""
 ) -> ChatMessage:
@@ -139,6 +160,11 @@ def _message(value: object, where: str) -> ChatMessage:
 
 
 def _call(value: object, where: str) -> ChatMessage:
+    match value:
+        case {"type": "custom", "custom": {"name": name, "input": text}}:
+            arguments = input_arguments(text_at(text, f"{where}.custom.input"))
+            call_id = text_at(value.get("id") or "", where)
+            return tool_call(call_id, text_at(name, f"{where}.custom.name"), arguments)
     function = value.get("function") if isinstance(value, Mapping) else None
     if not isinstance(value, Mapping) or not isinstance(function, Mapping):
         raise RequestError(f"{where} is not a function call.", param=where)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from reprlib import repr as shown
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -18,7 +17,6 @@ from rolltree.gateway.fields import (
     each,
     flag,
     includes_usage,
-    is_tool,
     model_in,
     num_choices,
     only,
@@ -28,6 +26,7 @@ from rolltree.gateway.fields import (
     tools_in,
 )
 from rolltree.gateway.protocol import Answering, WireProtocol, data_event
+from rolltree.gateway.tools import OfferedTools, chat_call, chat_tools
 from rolltree.inference.deltas import one_call_each, outgoing_message
 from rolltree.inference.request_fields import FIELDS, RequestField
 from rolltree.inference.routed_experts import encode_routing
@@ -36,7 +35,6 @@ from rolltree.values.types import (
     IntArray,
     ModelResponse,
     SamplingParams,
-    ToolSchema,
 )
 from rolltree.web.guard import RequestError
 
@@ -93,12 +91,19 @@ del TEXT_FIELDS["tool_choice"]
 def read_chat(body: Mapping[str, Any], session: Answering) -> AgentCall:
     """Return the call that a body of `chat/completions` asks for."""
     given, asked = read_fields(body, CHAT_FIELDS)
-    tools, asked = tools_and_choice(given, asked)
+    offered, asked = tools_and_choice(given, asked)
     if given.get("logprobs", False) not in (True, False):
         raise RequestError(f"{_ONE_OF_SAMPLED}: logprobs is true or false.", param="logprobs")
     options = answer_options(given)
-    messages = session.messages(given.get("messages"))
-    return AgentCall(messages, asked, tools=tools, **options)
+    if offered.custom:
+        options["options"]["custom_tools"] = offered.custom
+    return AgentCall(
+        session.messages(given.get("messages")),
+        asked,
+        tools=tuple(offered.tools),
+        notes=offered.notes,
+        **options,
+    )
 
 
 def read_text(body: Mapping[str, Any], session: Answering) -> AgentCall:
@@ -158,26 +163,23 @@ def answer_options(given: Mapping[str, Any]) -> dict[str, Any]:
 
 def tools_and_choice(
     given: Mapping[str, Any], asked: SamplingParams
-) -> tuple[tuple[ToolSchema, ...], SamplingParams]:
+) -> tuple[OfferedTools, SamplingParams]:
     """Return the tools that the prompt offers, and the settings with a forced choice, if any.
 
     A choice other than "auto" and "none" is left to the model's server to obey or refuse.
 
     Raises:
-        RequestError: `tools` is not a list of function tools; it names the first that is not one.
+        RequestError: `tools` is not a list of tools; it names the first that is not one.
     """
-    tools, choice = tools_in(given), given.get("tool_choice", "auto")
-    for index, tool in enumerate(tools):
-        if not is_tool(tool) or tool.get("type", "function") != "function":
-            kind = tool.get("type") if isinstance(tool, dict) else tool
-            raise RequestError(
-                f"tools[{index}] is of type {shown(kind)}; only functions that the agent runs "
-                "itself can be offered.",
-                param=f"tools[{index}]",
-            )
+    offered, choice = chat_tools(tools_in(given)), given.get("tool_choice", "auto")
+    match choice:
+        case {"type": "custom", "custom": {"name": name}}:
+            choice = {"type": "function", "function": {"name": name}}
     if choice not in ("auto", "none"):
         asked = replace(asked, extra={**asked.extra, "tool_choice": choice})
-    return (() if choice == "none" else tuple(tools)), asked
+    if choice == "none":
+        offered.tools = []
+    return offered, asked
 
 
 # -- answers -------------------------------------------------------------------------------------
@@ -192,6 +194,7 @@ class CompletionWriter:
 
     def __init__(self, call: AgentCall) -> None:
         self._call, self._is_chat = call, call.message_type == "chat"
+        self._custom = call.options.get("custom_tools", ())
         self._wants_ids = call.options.get("token_ids", False)
         self._wants_logprobs = call.options.get("logprobs", False)
         # A chat has one prompt, so its ids are not repeated in every choice.
@@ -259,7 +262,11 @@ class CompletionWriter:
 
     def _content(self, answer: AgentAnswer) -> dict[str, Any]:
         if self._is_chat:
-            return {"message": {**outgoing_message(answer.message), "refusal": None}}
+            message = outgoing_message(answer.message)
+            if self._custom and message.get("tool_calls"):
+                calls = [chat_call(call, self._custom) for call in message["tool_calls"]]
+                message["tool_calls"] = calls
+            return {"message": {**message, "refusal": None}}
         return {"text": answer.text}
 
     def _parts(self, delta: AnswerDelta) -> list[dict[str, Any]]:
@@ -273,7 +280,8 @@ class CompletionWriter:
         if delta.content:
             new["content"] = delta.content
         if delta.tool_calls:
-            new["tool_calls"] = [{"index": i, **each} for i, each in enumerate(delta.tool_calls)]
+            calls = [chat_call(call, self._custom) for call in delta.tool_calls]
+            new["tool_calls"] = [{"index": i, **each} for i, each in enumerate(calls)]
         return [{"delta": part} for part in one_call_each(new)]
 
     def _chunks(

@@ -13,15 +13,23 @@ from typing import Any
 
 from rolltree.gateway.calls import AgentAnswer
 from rolltree.gateway.fields import unknown_field
-from rolltree.gateway.messages import assistant, joined_text, text_at, tool_call
+from rolltree.gateway.messages import (
+    assistant,
+    input_arguments,
+    input_of,
+    joined_text,
+    text_at,
+    tool_call,
+)
 from rolltree.gateway.protocol import Answering
+from rolltree.gateway.tools import name_in
 from rolltree.values.types import ChatMessage, FinishReason
 from rolltree.web.guard import RequestError
 
 ENCRYPTED = "reasoning.encrypted_content"
 """The entry of `include` that requests reasoning in a form that only the gateway can read."""
 # The ids of this gateway's answers have 24 hex digits; other servers' have more or fewer.
-_ITEM_ID = re.compile(r"(?:msg|rs|fc)_([0-9a-f]{24})(?:_[0-9]+)?")
+_ITEM_ID = re.compile(r"(?:msg|rs|fc|ctc)_([0-9a-f]{24})(?:_[0-9]+)?")
 
 
 # -- of a request --------------------------------------------------------------------------------
@@ -120,12 +128,12 @@ class ItemHistory:
         self._turn_of(item, "reasoning").reasoning += text
 
     def _add_call(self, item: Mapping[str, Any], where: str) -> None:
-        name, call_id = (
-            text_at(item.get("name"), f"{where}.name"),
-            text_at(item.get("call_id"), f"{where}.call_id"),
-        )
-        made = tool_call(call_id, name, text_at(item.get("arguments"), f"{where}.arguments"))
-        self._turn_of(item, "call").calls.append(made)
+        arguments = text_at(item.get("arguments"), f"{where}.arguments")
+        self._turn_of(item, "call").calls.append(_call(item, arguments, where))
+
+    def _add_custom_call(self, item: Mapping[str, Any], where: str) -> None:
+        arguments = input_arguments(text_at(item.get("input"), f"{where}.input"))
+        self._turn_of(item, "call").calls.append(_call(item, arguments, where))
 
     def _add_output(self, item: Mapping[str, Any], where: str) -> None:
         text = joined_text(item.get("output"), f"{where}.output")
@@ -184,11 +192,24 @@ _ITEMS: dict[str, tuple[frozenset[str], Any]] = {
         frozenset(["content", "summary", "encrypted_content"]),
         ItemHistory._add_reasoning,
     ),
-    "function_call": (frozenset(["call_id", "name", "arguments"]), ItemHistory._add_call),
+    "function_call": (
+        frozenset(["call_id", "name", "namespace", "arguments"]),
+        ItemHistory._add_call,
+    ),
     "function_call_output": (frozenset(["call_id", "output", "name"]), ItemHistory._add_output),
+    "custom_tool_call": (
+        frozenset(["call_id", "name", "namespace", "input"]),
+        ItemHistory._add_custom_call,
+    ),
+    "custom_tool_call_output": (frozenset(["call_id", "output", "name"]), ItemHistory._add_output),
     "item_reference": (frozenset(), ItemHistory._add_reference),
 }
 """The accepted types of items: their fields, and the method that adds one."""
+
+
+def _call(item: Mapping[str, Any], arguments: str, where: str) -> ChatMessage:
+    name = name_in(item.get("namespace"), text_at(item.get("name"), f"{where}.name"), where)
+    return tool_call(text_at(item.get("call_id"), f"{where}.call_id"), name, arguments)
 
 
 def _answer_id(value: object) -> str | None:
@@ -256,15 +277,25 @@ def reasoning_item_kind(options: Mapping[str, Any]) -> TextItem:
     return SUMMARY_ITEM if asked.get("summary") or asked.get("generate_summary") else REASONING_ITEM
 
 
-def call_item(answer_id: str, index: int, call: ChatMessage, status: str) -> dict[str, Any]:
-    """Return the item of a tool call."""
+def call_item(
+    answer_id: str, index: int, call: ChatMessage, options: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the item of a finished tool call.
+
+    In `options`, `custom_tools` lists the names of custom tools, and `namespaces` has the names
+    that functions have in a namespace.
+    """
+    name, arguments = call["function"]["name"], call["function"]["arguments"]
+    item = {"status": "completed", "call_id": call["id"]}
+    item |= options.get("namespaces", {}).get(name, {"name": name})
+    if name in options.get("custom_tools", ()):
+        own = {"id": f"ctc_{answer_id}_{index}", "type": "custom_tool_call"}
+        return {**own, **item, "input": input_of(arguments)}
     return {
         "id": f"fc_{answer_id}_{index}",
         "type": "function_call",
-        "status": status,
-        "call_id": call["id"],
-        "name": call["function"]["name"],
-        "arguments": call["function"]["arguments"],
+        **item,
+        "arguments": arguments,
     }
 
 
@@ -320,6 +351,6 @@ def output_items(answer: AgentAnswer, options: Mapping[str, Any]) -> list[dict[s
         parts = [MESSAGE_ITEM.part(answer.text)]
         items.append(MESSAGE_ITEM.item(answer_id, options, parts, "completed"))
     for index, call in enumerate(answer.tool_calls):
-        items.append(call_item(answer_id, index, call, "completed"))
+        items.append(call_item(answer_id, index, call, options))
     items[-1]["status"] = last_status(answer)
     return items

@@ -32,6 +32,7 @@ from rolltree.gateway.fields import (
     tools_in,
     unknown_field,
 )
+from rolltree.gateway.messages import text_at
 from rolltree.gateway.openai_chat import tools_and_choice
 from rolltree.gateway.openai_items import (
     CUT_REASONS,
@@ -47,7 +48,15 @@ from rolltree.gateway.openai_items import (
     reasoning_item_kind,
 )
 from rolltree.gateway.protocol import Answering, SideHandler, WireProtocol, data_event
-from rolltree.values.types import ChatMessage, SamplingParams
+from rolltree.gateway.tools import (
+    TOOL_NOTES,
+    custom_tool,
+    function_tool,
+    left_out,
+    name_in,
+    tool_notes,
+)
+from rolltree.values.types import ChatMessage, SamplingParams, ToolSchema
 from rolltree.web.guard import RequestError
 
 _KEPT_HERE = "a session keeps its responses only. Send input, or previous_response_id"
@@ -58,10 +67,11 @@ RESPONSE_FIELDS: dict[str, Field] = {
     **settings("temperature top_p"),
     "max_output_tokens": sampling("max_tokens"),
     "parallel_tool_calls": passed(True),
-    **each("service_tier prompt_cache_retention", NO_EFFECT),
+    **each("service_tier prompt_cache_retention client_metadata", NO_EFFECT),
     "background": only(False, why="a response is sampled while its request waits"),
     "background_options": READ,
-    "truncation": only("disabled", why="an input that is too long is refused, never cut"),
+    # An input that is too long is refused, never cut.
+    "truncation": NO_EFFECT,
     "top_logprobs": only(0, why="chat/completions gives logprobs, of sampled tokens"),
     "conversation": only(why=_KEPT_HERE),
     "prompt": only(why="the gateway keeps no prompt templates. Send instructions and input"),
@@ -98,13 +108,17 @@ _REPEATED: dict[str, Any] = {
     "include": [],
 }
 """The request's fields that a response repeats, with their values if the request has none."""
+_UNSHOWN = frozenset(["include", "namespaces", "custom_tools"])
+"""The options that a response does not show."""
 _SETTINGS = {"temperature": "temperature", "top_p": "top_p", "max_output_tokens": "max_tokens"}
 _TOOL_FIELDS = ("name", "description", "parameters", "strict")
+_CUSTOM_FIELDS = ("name", "description", "format")
+_NAMESPACE_FIELDS = ("name", "description", "tools")
 # The fields of nested objects.
-_NOT_SHORTENED = only("auto", "detailed", why="no model shortens the reasoning")
 _REASONING: dict[str, Field] = {
     "effort": passed(name="reasoning_effort"),
-    **each("summary generate_summary", _NOT_SHORTENED),
+    # No model shortens the reasoning, so every summary is the whole of it.
+    **each("summary generate_summary", READ),
     "context": only("auto", why="the model's template decides which reasoning it sees again"),
     "mode": only("standard", why="the gateway has one mode"),
 }
@@ -132,7 +146,8 @@ def read_responses(body: Mapping[str, Any], session: Answering) -> AgentCall:
     text, style = read_part(given.get("text", {}), _TEXT, "text")
     passed_on = {**reasoning.extra, **style.extra, **_response_format(text.get("format", {}))}
     asked = replace(asked, extra={**asked.extra, **passed_on})
-    tools, asked = tools_and_choice(_chat_tools(given), asked)
+    offered = _Tools(given)
+    chosen, asked = tools_and_choice({"tools": offered.tools, "tool_choice": offered.choice}, asked)
     _check_rest(given)
     history = ItemHistory(session, _earlier(given, session))
     history.add_input(given.get("input"), is_continued="previous_response_id" in given)
@@ -140,9 +155,13 @@ def read_responses(body: Mapping[str, Any], session: Answering) -> AgentCall:
         history.messages(),
         asked,
         model=model_in(given),
-        tools=tools,
+        tools=tuple(chosen.tools),
         stream=flag(given, "stream"),
-        options=_options(body, given, session.sampling_for(asked), session.keeps_answers),
+        options={
+            **_options(body, given, session.sampling_for(asked), session.keeps_answers),
+            **offered.options,
+        },
+        notes={**offered.notes, **chosen.notes},
     )
 
 
@@ -188,44 +207,73 @@ def _response_format(value: object) -> dict[str, Any]:
     raise disobeyed("text.format", wanted, "known are text, json_object and json_schema")
 
 
-def _chat_tools(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `tools` and `tool_choice` in the form of chat completions."""
-    choice = given.get("tool_choice", "auto")
-    match choice:
-        case "auto" | "none" | "required":
-            pass
-        case {"type": "function", "name": str(name), **rest} if not rest:
-            choice = {"type": "function", "function": {"name": name}}
-        case {"type": "allowed_tools", "mode": mode, "tools": [*allowed], **rest} if not rest:
-            listed = [_chat_choice(one, choice) for one in allowed]
-            allowance = {"mode": mode, "tools": listed}
-            choice = {"type": "allowed_tools", "allowed_tools": allowance}
-        case _:
-            raise _unknown_choice(choice)
-    converted = [_chat_tool(tool, f"tools[{index}]") for index, tool in enumerate(tools_in(given))]
-    return {"tools": converted, "tool_choice": choice}
+class _Tools:
+    """The tools of a request and its `tool_choice`, in the form of chat completions.
+
+    `options` has what the items of calls need to name tools as the agent does.
+    """
+
+    def __init__(self, given: Mapping[str, Any]) -> None:
+        self.tools: list[ToolSchema] = []
+        self.notes: dict[str, str] = {}
+        self._namespaces: dict[str, dict[str, str]] = {}
+        self._custom: list[str] = []
+        for index, tool in enumerate(tools_in(given)):
+            self._add(tool, f"tools[{index}]")
+        self.choice = _chat_choice(given.get("tool_choice", "auto"))
+
+    @property
+    def options(self) -> dict[str, Any]:
+        named = {"namespaces": self._namespaces, "custom_tools": self._custom}
+        return {name: value for name, value in named.items() if value}
+
+    def _add(self, tool: object, where: str, namespace: str = "") -> None:
+        match tool:
+            case {"type": "function" | "custom" as kind, **rest}:
+                is_custom = kind == "custom"
+                self.notes |= tool_notes(rest)
+                own = _own_fields(rest, _CUSTOM_FIELDS if is_custom else _TOOL_FIELDS, where)
+                name = text_at(own.get("name"), f"{where}.name")
+                own["name"] = name_in(namespace, name, where)
+                if namespace:
+                    self._namespaces[own["name"]] = {"name": name, "namespace": namespace}
+                if is_custom:
+                    self._custom.append(own["name"])
+                self.tools.append(custom_tool(own, where) if is_custom else function_tool(own))
+            case {"type": "namespace", **rest} if not namespace:
+                own = _own_fields(rest, _NAMESPACE_FIELDS, where)
+                name = text_at(own.get("name"), f"{where}.name")
+                for index, inner in enumerate(tools_in(own, f"{where}.tools")):
+                    self._add(inner, f"{where}.tools[{index}]", name)
+            case {"type": str(kind)} if kind != "namespace":
+                self.notes |= left_out(kind)
+            case _:
+                raise RequestError(f"{where} is not a tool: {shown(tool)}.", param=where)
 
 
-def _chat_choice(value: object, choice: object) -> dict[str, Any]:
-    match value:
-        case {"type": "function", "name": str(name), **rest} if not rest:
-            return {"type": "function", "function": {"name": name}}
-    raise _unknown_choice(choice)
-
-
-def _unknown_choice(choice: object) -> RequestError:
-    return disobeyed("tool_choice", choice, "only functions that the agent runs can be chosen")
-
-
-def _chat_tool(tool: object, where: str) -> object:
-    if not isinstance(tool, Mapping) or tool.get("type") != "function":
-        return tool  # `tools_and_choice` refuses it by its type
+def _own_fields(tool: Mapping[str, Any], known: tuple[str, ...], where: str) -> dict[str, Any]:
     for name, value in tool.items():
         is_default = value is None or value in ITEM_DEFAULTS.get(name, ())
-        if name not in (*_TOOL_FIELDS, "type") and not is_default:
-            raise unknown_field(f"{where}.{name}", [f"{where}.{known}" for known in _TOOL_FIELDS])
-    function = {name: tool[name] for name in _TOOL_FIELDS if tool.get(name) is not None}
-    return {"type": "function", "function": function}
+        if name not in known and name not in TOOL_NOTES and not is_default:
+            raise unknown_field(f"{where}.{name}", [f"{where}.{each}" for each in known])
+    return {name: tool[name] for name in known if tool.get(name) is not None}
+
+
+def _chat_choice(choice: object) -> object:
+    match choice:
+        case "auto" | "none" | "required":
+            return choice
+        case {"type": "function" | "custom", "name": str(name), **rest} if not rest.keys() - {
+            "namespace"
+        }:
+            name = name_in(rest.get("namespace"), name, "tool_choice")
+            return {"type": "function", "function": {"name": name}}
+        case {"type": "allowed_tools", "mode": mode, "tools": [*allowed], **rest} if not rest:
+            listed = [_chat_choice(one) for one in allowed]
+            if all(isinstance(one, dict) for one in listed):
+                allowance = {"mode": mode, "tools": listed}
+                return {"type": "allowed_tools", "allowed_tools": allowance}
+    raise disobeyed("tool_choice", choice, "only tools that the agent runs can be chosen")
 
 
 def _check_rest(given: Mapping[str, Any]) -> None:
@@ -306,7 +354,7 @@ def _response(
         "model": head.model,
         "output": output,
         "usage": None,
-        **{name: value for name, value in options.items() if name != "include"},
+        **{name: value for name, value in options.items() if name not in _UNSHOWN},
     }
 
 
@@ -329,6 +377,13 @@ def _num_reasoning_tokens(answer: AgentAnswer) -> int:
         else:
             end = middle
     return end
+
+
+_CALL_EVENTS = {
+    "function_call": ("arguments", "response.function_call_arguments"),
+    "custom_tool_call": ("input", "response.custom_tool_call_input"),
+}
+"""The text of a call's item, and the events that stream it."""
 
 
 class ResponseEvents:
@@ -360,13 +415,13 @@ class ResponseEvents:
             yield from self._say(MESSAGE_ITEM, delta.content)
         for index, call in enumerate(delta.tool_calls):
             yield from self._close()
-            self._call = call_item(self._head.id, index, call, "completed")
+            self._call = call_item(self._head.id, index, call, self._options)
             self._item_id = self._call["id"]
-            added = {**self._call, "arguments": "", "status": "in_progress"}
+            text, event = _CALL_EVENTS[self._call["type"]]
+            added = {**self._call, text: "", "status": "in_progress"}
             yield self._of_item("response.output_item.added", item=added)
-            if self._call["arguments"]:
-                name = "response.function_call_arguments.delta"
-                yield self._of_part(name, delta=self._call["arguments"])
+            if self._call[text]:
+                yield self._of_part(f"{event}.delta", delta=self._call[text])
 
     def end(self, answer: AgentAnswer) -> Iterable[bytes]:
         """Return the events that end the last item, and the whole response."""
@@ -411,8 +466,8 @@ class ResponseEvents:
             yield self._of_text(f"{kind.text_event}.done", text=text)
             yield self._of_part(f"{kind.part_event}.done", part=kind.part(text))
         else:
-            name = "response.function_call_arguments.done"
-            yield self._of_part(name, arguments=item["arguments"])
+            text_name, event = _CALL_EVENTS[item["type"]]
+            yield self._of_part(f"{event}.done", **{text_name: item[text_name]})
         yield self._of_item("response.output_item.done", item=item)
         self._done.append(item)
         self._kind, self._call, self._texts = None, None, []

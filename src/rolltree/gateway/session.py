@@ -32,6 +32,7 @@ from rolltree.gateway.calls import (
     AnswerHead,
     CallOrigin,
     Connection,
+    without_hints,
 )
 from rolltree.gateway.journal import JournalFile, KeptCall, KeptSession
 from rolltree.gateway.messages import chat_messages
@@ -210,6 +211,8 @@ class GatewaySession:
         self._context.run(PATIENCE_S.set, patience_s)
         renderer = renderer_of(self._root)
         self._decode = None if renderer is None else renderer.decode
+        self._renders = renderer is not None
+        self._noted: set[str] = set()  # names of the notes that were taken
         self._timer: asyncio.TimerHandle | None = None
         self._failure: StoreError | None = None
 
@@ -254,6 +257,15 @@ class GatewaySession:
         return found
 
     @property
+    def notes(self) -> dict[str, str]:
+        """What of the agent's requests was taken without effect, by name: the first of each."""
+        notes: dict[str, str] = {}
+        for step in self.trajectory:
+            response = cast(ModelResponse, peek(step, "response"))
+            notes = {**response.info.get("notes", {}), **notes}
+        return notes
+
+    @property
     def num_in_flight(self) -> int:
         """How many calls are being answered."""
         return sum(flight.step is None for flight in self._flights.values())
@@ -291,6 +303,7 @@ class GatewaySession:
                 for each in self.breaks
             ],
             "changed_sampling": {str(k): v for k, v in self.changed_sampling.items()},
+            "notes": self.notes,
             "info": self.info,
         }
 
@@ -607,6 +620,8 @@ class GatewaySession:
             del self._by_key[flight.origin.key]
 
     async def _run(self, flight: _Flight, call: AgentCall) -> AgentAnswer:
+        if self._renders:  # the model's server sees ids only
+            call = without_hints(call)
         prompt = call.prompt
         if isinstance(prompt, list):
             prompt = self._interned(prompt)
@@ -629,6 +644,10 @@ class GatewaySession:
             on_delta=listen if call.stream else None,
         )
         response = self._with_own_ids(await asked.to(self._client), flight.head.id)
+        # Agents send the same fields with every call; the first that has one keeps its note.
+        if new := {name: call.notes[name] for name in call.notes.keys() - self._noted}:
+            self._noted |= new.keys()
+            response = response.annotated(notes=new)
         # From here on it cannot be cancelled: sampled tokens are recorded, even if no caller waits.
         flight.is_sampled = True
         return await self._keep(flight, call, prompt, response)
@@ -863,6 +882,7 @@ class GatewaySession:
                     self.journal.note_delivered(number)
                 self.journal.append_now(self.trajectory, number, kept)
             self._index(flight)
+            self._noted |= response.info.get("notes", {}).keys()
             self._num_begun = max(self._num_begun + 1, kept.num_begun)
         if self._seeds is not None:
             # A kept call's seed may be that of any call that had begun, so all of them are used up.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import itertools
+import logging
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -16,11 +17,13 @@ from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mappi
 from concurrent.futures import Future, InvalidStateError
 from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict, dataclass, field
+from functools import lru_cache
 from reprlib import repr as shown
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
+from rolltree.inference.request_fields import FIELDS, hints_in
 from rolltree.values.errors import (
     ConfigError,
     ModelError,
@@ -37,6 +40,8 @@ from rolltree.values.types import (
     SamplingParams,
 )
 
+logger = logging.getLogger("rolltree.inference")
+
 DEFAULT_MAX_CONTEXT = 2048
 _SAMPLING = ("temperature", "top_p", "top_k", "max_tokens", "stop", "stop_token_ids", "seed")
 _NO_EFFECT: dict[str, tuple[object, ...]] = {
@@ -47,7 +52,6 @@ _NO_EFFECT: dict[str, tuple[object, ...]] = {
     "stream": (False,),
     "echo": (False,),
     "tool_choice": ("auto",),
-    "parallel_tool_calls": (True,),
 }
 """Request fields of servers, and the values that ask for what an engine does anyway."""
 
@@ -513,14 +517,23 @@ def extra_of(sampling: SamplingParams) -> dict[str, Any]:
 
 
 def check_extra(extra: Mapping[str, Any], obeyed: Collection[str], label: str) -> None:
-    """Raise `UnsupportedSetting` for a setting that would be ignored."""
+    """Raise `UnsupportedSetting` for a setting that would be ignored; wishes are logged once."""
+    for name, value in hints_in(extra).items():
+        if name not in obeyed:
+            _log_hint(label, name, shown(value))
     for name, value in extra.items():
-        if name not in obeyed and value not in _NO_EFFECT.get(name, ()):
+        is_hint = name in FIELDS and FIELDS[name].kind == "hint"
+        if not is_hint and name not in obeyed and value not in _NO_EFFECT.get(name, ()):
             raise UnsupportedSetting(
                 f"{label} does not support {name} = {shown(value)} and would ignore it."
                 f"{did_you_mean(name, (*_SAMPLING, *obeyed))} Remove it, or use a server "
                 "that supports it."
             )
+
+
+@lru_cache(256)
+def _log_hint(label: str, name: str, value: str) -> None:
+    logger.warning("%s has no use for %s = %s and samples as it is.", label, name, value)
 
 
 def _named(error: BaseException) -> str:

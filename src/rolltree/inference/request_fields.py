@@ -26,8 +26,9 @@ class RequestField(NamedTuple):
     """A field of OpenAI's and vLLM's completion requests, as clients and servers treat it.
 
     Its `kind` is "setting" (`SamplingParams` has it), "shaping" (it changes the distribution of
-    tokens), "answer" (the prompt, the end or the report of an answer), "ask" (how many answers, as
-    a stream, with ids), "note" (nothing) or "client" (an argument that is not sent). A `neutral`
+    tokens), "answer" (the prompt, the end or the report of an answer), "hint" (a wish that a model
+    may follow or not; an engine that cannot says so, and samples), "ask" (how many answers, as a
+    stream, with ids), "note" (nothing) or "client" (an argument that is not sent). A `neutral`
     value asks for what is done without the field.
     """
 
@@ -54,19 +55,21 @@ FIELDS: Mapping[str, RequestField] = {
     **_rows("shaping", "guided_choice guided_grammar guided_json guided_regex structured_outputs"),
     **_rows("answer", "add_special_tokens continue_final_message echo ignore_eos", False),
     **_rows("answer", "include_stop_str_in_output", False),
-    **_rows("answer", "include_reasoning parallel_tool_calls", True),
+    **_rows("answer", "include_reasoning", True),
     **_rows("answer", "detokenize skip_special_tokens spaces_between_special_tokens", True, False),
     **_rows("answer", "priority top_logprobs", 0),
     **_rows("answer", "length_penalty", 1),
     **_rows("answer", "output_kind", 0, 2),
-    **_rows("answer", "chat_template_kwargs", {}),
     **_rows("answer", "modalities", ["text"]),
     **_rows("answer", "suffix", ""),
     **_rows("answer", "add_generation_prompt chat_template documents kv_transfer_params"),
-    **_rows("answer", "prompt_logprobs reasoning_effort return_routed_experts verbosity"),
-    **_rows("answer", "truncate_prompt_tokens"),
+    **_rows("answer", "prompt_logprobs return_routed_experts truncate_prompt_tokens"),
+    **_rows("hint", "chat_template_kwargs", {}),
+    **_rows("hint", "parallel_tool_calls", True),
+    **_rows("hint", "reasoning_effort verbosity"),
     **_rows("ask", "n logprobs stream stream_options return_token_ids return_tokens_as_token_ids"),
-    **_rows("note", "cache_salt metadata prompt_cache_key prompt_cache_retention request_id"),
+    **_rows("note", "cache_salt metadata prediction prompt_cache_key prompt_cache_retention"),
+    **_rows("note", "prompt_cache_options request_id"),
     **_rows("note", "safety_identifier service_tier store user"),
     **_rows("client", "extra_body extra_headers extra_query timeout"),
 }
@@ -176,6 +179,19 @@ def distribution_changes(sampling: SamplingParams) -> dict[str, Any]:
         if field.kind == "shaping" and value is not None and value not in neutral:
             changes[name] = value
     return changes
+
+
+def hints_in(extra: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings among `extra` that are only wishes and ask for something.
+
+    >>> hints_in({"reasoning_effort": "low", "parallel_tool_calls": True, "min_p": 0.1})
+    {'reasoning_effort': 'low'}
+    """
+    return {
+        name: value
+        for name, value in extra.items()
+        if (field := FIELDS.get(name, _UNKNOWN)).kind == "hint" and value not in field.neutral
+    }
 
 
 def samples_the_model(sampling: SamplingParams) -> bool:

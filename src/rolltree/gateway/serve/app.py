@@ -170,9 +170,9 @@ class Handlers:
             raise RequestError("give either prompt or messages.", param="prompt")
         if "messages" in given:
             opener = flag(given, "add_generation_prompt", default=True)
-            tools, _ = tools_and_choice(given, DEFAULT_SAMPLING)
+            tools = tools_and_choice(given, DEFAULT_SAMPLING)[0].tools
             messages = served.messages(given["messages"])
-            prompt = partial(served.chat_prompt, messages, list(tools) or None, opener=opener)
+            prompt = partial(served.chat_prompt, messages, tools or None, opener=opener)
         elif isinstance(given["prompt"], str):
             prompt = partial(served.text_prompt, given["prompt"])
         else:

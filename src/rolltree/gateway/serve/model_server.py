@@ -31,6 +31,7 @@ from rolltree.inference.chat import ChatRenderer
 from rolltree.inference.client import check_shown_tools
 from rolltree.inference.deltas import TokenListener
 from rolltree.inference.engine import EngineOutput, EngineThread, SampledToken
+from rolltree.inference.request_fields import hints_in
 from rolltree.scale.weights.receive import WeightReceiver
 from rolltree.values.types import (
     ChatMessage,
@@ -185,7 +186,10 @@ class ServedModel:
     def _check(self, call: AgentCall) -> None:
         """Refuse what the engine would ignore, before the prompt is rendered."""
         self.check_model(call.model)
+        hints = hints_in(call.sampling.extra)
         for name, value in call.sampling.extra.items():
+            if name in hints:  # the engine logs it
+                continue
             if name == "tool_choice":
                 raise RequestError(
                     f"tool_choice = {shown(value)} needs constrained decoding, which the embedded "
