@@ -205,7 +205,7 @@ class ChatRenderer:
         variant = self._variant(tools)
         try:
             last_id = int(previous_ids[-1]) if len(previous_ids) else None
-            ids, text = variant.suffix(last_id, assistant, new, tools)
+            ids, text = variant.suffix(last_id, assistant, new, tools, messages[: num_old - 1])
         # Rare; with history="keep", only this case costs O(history).
         except GlueError as error:
             return Continuation(None, self.render(messages, tools), str(error))
