@@ -166,8 +166,26 @@ def test_a_history_that_ends_with_an_answer_asks_for_more() -> None:
 
 def test_calls_and_results_that_a_template_leaves_out_are_shown_as_text() -> None:
     history = [user("a"), answer("So:", call('{"a": 1}')), result("call_1", "12")]
-    spoken = 'So:\n{"name": "add", "arguments": "{\\"a\\": 1}"}'
+    spoken = 'So:\n{"name": "add", "arguments": {"a": 1}}'
     assert shown("mute", history) == turns(("user", "a"), ("assistant", spoken), ("user", "12"))
+
+
+# Only the first call of a message is shown (GigaChat 3's manner).
+FIRST_CALL = """\
+{%- for m in messages %}{{- '<|im_start|>' + m.role + '\\n' + m.content }}
+{%- if m.tool_calls %}{{- m.tool_calls[0].function | tojson }}{%- endif %}{{- '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
+
+
+def test_calls_after_the_first_get_messages_of_their_own_where_only_that_is_shown() -> None:
+    renderer = ChatRenderer(ByteTokenizer(FIRST_CALL))
+    text = renderer.decode(renderer.render([user("a"), *ODD["two calls"]]))
+    add, other = ('{"name": "%s", "arguments": {}}' % name for name in ("add", "b"))
+    assert text == turns(
+        *(("user", "a"), ("assistant", add), ("tool", "done")),
+        *(("assistant", other), ("tool", "done")),
+    )
 
 
 @pytest.mark.parametrize("name", TEMPLATES)

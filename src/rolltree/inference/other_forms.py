@@ -83,13 +83,17 @@ def _with_objects(messages: list[ChatMessage]) -> list[ChatMessage]:
     return [_with_calls(message, change) for message in messages]
 
 
+def _value(arguments: Any) -> Any:
+    if not isinstance(arguments, str):
+        return arguments
+    try:
+        return read_json(arguments)
+    except ValueError:
+        return arguments.strip() or None
+
+
 def _object(arguments: Any) -> Any:
-    value = arguments
-    if isinstance(arguments, str):
-        try:
-            value = read_json(arguments)
-        except ValueError:
-            value = arguments.strip() or None
+    value = _value(arguments)
     if isinstance(value, dict):
         return arguments
     # Named, so that the model still sees what it wrote.
@@ -210,7 +214,7 @@ def _calls_as_text(messages: list[ChatMessage]) -> list[ChatMessage]:
             rest = {name: value for name, value in message.items() if name != "tool_calls"}
             functions = [_read(call, "function") for call in calls]
             lines = [
-                json.dumps({"name": _read(f, "name"), "arguments": _read(f, "arguments")})
+                json.dumps({"name": _read(f, "name"), "arguments": _value(_read(f, "arguments"))})
                 for f in functions
             ]
             content = message.get("content")
@@ -255,9 +259,12 @@ def _text(role: str, number: int | None = None) -> ChatMessage:
     return {"role": role, "content": "Probe." if number is None else f"{MARK}{number}"}
 
 
-def _call(name: str) -> ChatMessage:
-    call = {"id": "probe0000", "function": {"name": name, "arguments": "{}"}}
-    return {"role": "assistant", "content": "", "tool_calls": [call]}
+def _caller(*names: str) -> ChatMessage:
+    calls = [
+        {"id": f"probe000{index}", "function": {"name": name, "arguments": "{}"}}
+        for index, name in enumerate(names)
+    ]
+    return {"role": "assistant", "content": "", "tool_calls": calls}
 
 
 _USER, _ANSWER = _text("user"), _text("assistant")
@@ -277,12 +284,21 @@ KINDS: dict[str, Kind] = {
     "calls": Kind(
         lambda messages: any(map(_calls, messages)),
         _calls_as_text,
-        [_USER, _call(f"{MARK}0"), {**_RESULT, "content": "Probe."}],
+        [_USER, _caller(f"{MARK}0"), {**_RESULT, "content": "Probe."}],
+    ),
+    "several calls": Kind(
+        lambda messages: any(len(_calls(message)) > 1 for message in messages),
+        _one_call_each,
+        [
+            *(_USER, _caller(f"{MARK}0", f"{MARK}1"), {**_RESULT, "content": "Probe."}),
+            {**_RESULT, "content": "Probe.", "tool_call_id": "probe0001"},
+        ],
+        2,
     ),
     "results": Kind(
         lambda messages: any(map(_is_result, messages)),
         _results_of_user,
-        [_USER, _call("probe"), _RESULT],
+        [_USER, _caller("probe"), _RESULT],
     ),
 }
 """What templates leave out without a word, in the order in which it is changed."""

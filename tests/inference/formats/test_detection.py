@@ -44,6 +44,21 @@ def test_each_mark_of_reasoning_is_found(name: str) -> None:
         assert CompletionParser(f"... {shown} ...").reasoning == name
 
 
+def test_minimax_writes_results_as_others_mark_answers() -> None:
+    parser = CompletionParser("<minimax:tool_call> <response>{{ m.content }}</response> </think>")
+    message = parser.parse("<think>Hm.</think>In <response> tags.", FinishReason.STOP).message
+    assert (message["reasoning_content"], message["content"]) == ("Hm.", "In <response> tags.")
+
+
+@pytest.mark.parametrize("start", ["", "Here are my reasoning steps:\n"])
+def test_reasoning_that_is_marked_in_words_is_read(start: str) -> None:
+    parser = CompletionParser("[BEGIN FINAL RESPONSE]", start=start)
+    opened = "" if start else "Here are my reasoning steps:\n"
+    text = f"{opened}Hm.\n[BEGIN FINAL RESPONSE]\nIt is 4.\n[END FINAL RESPONSE]\n"
+    message = parser.parse(text, FinishReason.STOP).message
+    assert (message["reasoning_content"], message["content"]) == ("Hm.", "It is 4.")
+
+
 EXPECTED = {
     "one call": "llama3",
     "items": "qwen_xml",
