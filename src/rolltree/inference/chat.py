@@ -180,11 +180,14 @@ class ChatRenderer:
 
     def shows_tools(self, tools: Sequence[ToolSchema]) -> bool:
         """Whether the template names any of the tools in a prompt; True if it rejects the probe."""
+        template = self._variant(tools).template
         try:
-            text = self._variant(tools).template.render(PROBE, tools)
+            text, bare = template.render(PROBE, tools), template.render(PROBE)
         except TemplateError:
             return True
-        return any(tool["function"]["name"] in text for tool in tools)
+        # A name such as "now" or "search" may be a word of the template itself.
+        names = [tool["function"]["name"] for tool in tools]
+        return any(text.count(name) > bare.count(name) for name in names)
 
     def continuation(
         self,

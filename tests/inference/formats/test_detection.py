@@ -85,6 +85,13 @@ def test_a_template_with_tools_in_an_unknown_format_is_refused_with_what_to_do()
         check_shown_tools(renderer(WITH_TOOLS, tool_parser=chosen), TOOLS, "mine")
 
 
+def test_a_tool_that_is_called_like_a_word_of_the_template_is_not_taken_for_shown() -> None:
+    made = renderer("{{- 'You may search now.<tool_call>' }}" + BARE)
+    with pytest.raises(ConfigError, match="ignores tools"):
+        check_shown_tools(made, [tool("search"), tool("now")], "mine")
+    check_shown_tools(renderer("{{- 'Search now.<tool_call>' }}" + WITH_TOOLS), [tool("now")], "m")
+
+
 def test_unknown_marks_of_reasoning_are_a_notice(caplog: pytest.LogCaptureFixture) -> None:
     source = BARE + "{# {{ m.reasoning_content }} #}"
     with caplog.at_level(logging.WARNING):
