@@ -13,7 +13,7 @@ caller renders everything.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -64,12 +64,16 @@ class TurnTokens:
 
 
 def learn_turn_tokens(
-    template: ChatTemplate, vocabulary: Vocabulary, configured: Sequence[int] = ()
+    template: ChatTemplate,
+    vocabulary: Vocabulary,
+    configured: Sequence[int] = (),
+    of_calls: Collection[int] = (),
 ) -> TurnTokens:
     """Learn the ends of turns; `configured` ids and the tokenizer's own are end tokens too.
 
     If the template writes nothing after a final assistant message, the role markers that follow one
-    end a turn (GLM stops at `<|user|>` and `<|observation|>`).
+    end a turn (GLM stops at `<|user|>` and `<|observation|>`). Tokens `of_calls` end a call, after
+    which another one may follow, and no turn.
     """
 
     def tail(messages: list[ChatMessage], skip: str = "") -> list[int]:
@@ -89,9 +93,11 @@ def learn_turn_tokens(
     if closes:
         # A message with tool calls may be closed by another token. The last one is not always it:
         # some templates open the next answer whether or not they are asked to.
-        of_call = [token for token in tail([caller]) if vocabulary.is_special(token)]
-        ends = [token for token in of_call if token in (*closes, *known)][:1]
-        learned = closes + (ends or of_call[-1:])
+        after = [i for i in tail([caller]) if vocabulary.is_special(i) and i not in of_calls]
+        ends = [token for token in after if token in (*closes, *known)][:1] or after[-1:]
+        # Nothing closes it before a result (Gemma).
+        following = [] if ends else tail([caller, _TOOL], after_call)[:1]
+        learned = closes + ends + [token for token in following if vocabulary.is_special(token)]
         inner = [token for token in tail([answer, *PROBE])[:1] if vocabulary.is_special(token)]
         closes = [*learned, *inner]
     else:
@@ -152,11 +158,15 @@ class Glue:
     """The text that one `template` puts between turns, learned on first use and cached."""
 
     def __init__(
-        self, template: ChatTemplate, vocabulary: Vocabulary, end_ids: Sequence[int] = ()
+        self,
+        template: ChatTemplate,
+        vocabulary: Vocabulary,
+        end_ids: Sequence[int] = (),
+        of_calls: Collection[int] = (),
     ) -> None:
         self.template = template
         self._vocabulary = vocabulary
-        self.turn_tokens: TurnTokens = learn_turn_tokens(template, vocabulary, end_ids)
+        self.turn_tokens: TurnTokens = learn_turn_tokens(template, vocabulary, end_ids, of_calls)
         self._end_texts = tuple(vocabulary.decode([token]) for token in self.turn_tokens.end_ids)
         self._verdicts: dict[tuple[object, ...], _Verdict] = {}
 
