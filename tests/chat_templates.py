@@ -185,11 +185,13 @@ STRICT = {
     "mute": MUTE,
 }
 _SPECIAL = re.compile(
-    "<[|\uff5c][^|\uff5c<>]+[|\uff5c]>|\\[/?[A-Z_]+\\]|</?s>|<(?:bos|(?:start|end)_of_turn)>"
+    "<[|\uff5c][^|\uff5c<>]+[|\uff5c]>|\\[/?[A-Z_]+\\]|</?s>|<(?:bos|(?:start|end)_of_turn)>|<SPECIAL_\\d+>"
 )
 _ENDS = (
     *("<|eot_id|>", "<|return|>", "<|im_end|>", "</s>", "<end_of_turn>"),
     "<\uff5cend\u2581of\u2581sentence\uff5c>",
+    "<|END_OF_TURN_TOKEN|>",
+    "<SPECIAL_12>",
     "<|end|>",
     "<|endoftext|>",
 )

@@ -6,17 +6,20 @@ vendors publish them; the templates here have only the marks.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from families import tool
+from families import FAMILIES, tool
 from inference_templates import complete, user
 from manners import MANNERS, Manner
 
-from rolltree.inference import ChatRenderer, TokenSession
+from chat_templates import Template
+from rolltree.inference import ChatRenderer, TemplateError, TokenSession
 from rolltree.samples import build_samples
 from rolltree.tokens import BreakCause, Trajectory
 from rolltree.values.types import ChatMessage, FinishReason, State
@@ -135,3 +138,61 @@ def test_following_the_template_breaks_only_where_it_rewrites_and_says_so(name: 
     else:
         assert prompt.reason is None
         assert causes == []
+
+
+FOLDER = os.environ.get("ROLLTREE_TEMPLATES")
+VENDORS = sorted(Path(FOLDER).glob("*.jinja")) if FOLDER else []
+
+
+def spellings(renderer: ChatRenderer) -> list[Callable[..., str]]:
+    """Return how the families of the format that a template shows spell a call."""
+    return [spell for row, spell in FAMILIES.values() if row == renderer.formats[0]]
+
+
+@pytest.mark.parametrize("path", VENDORS, ids=lambda path: path.stem)
+def test_a_vendors_template_is_continued_with_every_word_of_the_history(path: Path) -> None:
+    template = Template(path.stem, path.read_text(encoding="utf-8"))
+    first = template.renderer()
+    if not first.shows_tools(TOOLS):
+        return
+    # Calls that nobody can read are refused before the first rollout.
+    assert bool(spellings(first)) == first.reads_calls
+    for history, spell in itertools.product(("keep", "template"), spellings(first)):
+        renderer = template.renderer(history=history)
+        try:
+            whole = renderer.decode(renderer.render(HISTORY, TOOLS))
+        except TemplateError as error:
+            # The template does not take these tools in any history.
+            with pytest.raises(TemplateError):
+                renderer.render(HISTORY[:2], TOOLS)
+            assert "cannot render roles" in str(error)
+            return
+        shown = whole.partition("Replace a.txt.")[2]
+        assert all(said in shown for said in ("delete", "x = 1", "deleted", "written"))
+        thought = renderer._parser.thoughts.end if renderer._parser.starts_inside else ""
+        # gpt-oss's answers begin where the prompt ends.
+        text = thought + spell("write", ARGUMENTS).removeprefix("<|start|>assistant")
+        continue_with(renderer, text)
+
+
+def continue_with(renderer: ChatRenderer, text: str) -> None:
+    """Sample an answer with a call, and check the next prompt."""
+    session = TokenSession(renderer)
+    prompt = session.prepare(HISTORY, TOOLS)
+    ids = [*renderer.vocabulary.encode(text).tolist(), renderer.end_ids[0]]
+    got = complete(session, prompt, ids, [-1.0] * len(ids), FinishReason.STOP)
+    (made,) = got.message["tool_calls"]
+    assert json.loads(made["function"]["arguments"]) == ARGUMENTS
+    messages = [*HISTORY, got.message, result(made["id"], "finished")]
+    following = session.prepare(messages, TOOLS)
+    if following.reason is not None:
+        assert renderer.history == "template"
+        assert "rewrites the history" in following.reason
+        assert following.ids.tolist() == renderer.render(messages, TOOLS).tolist()
+        return
+    known = [*prompt.ids.tolist(), *ids]
+    assert following.ids.tolist()[: len(known)] == known
+    new = renderer.decode(following.ids[len(known) :])
+    # The result, and the opening of an answer as before.
+    assert renderer.decode(prompt.ids).endswith(new.rpartition("finished")[2][-8:])
+    assert "finished" in new
