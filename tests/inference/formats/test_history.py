@@ -25,6 +25,10 @@ from rolltree.tokens import BreakCause, Trajectory
 from rolltree.values.types import ChatMessage, FinishReason, State
 
 TOOLS = [tool("write", path="string", text="string"), tool("delete", path="string")]
+for each in TOOLS:
+    each["function"]["description"] = "Change a file."
+    for parameter in each["function"]["parameters"]["properties"].values():
+        parameter["description"] = "Text."
 ARGUMENTS = {"path": "b.txt", "text": "42"}
 EACH = pytest.mark.parametrize("name", MANNERS)
 
