@@ -145,9 +145,10 @@ FENCED = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<\uff5cAssistant\uff5c>' }}{%- endif %}"""
 
-# A system message comes first or not at all, no developer, and a turn to answer (Qwen 3.5's manner).
+# System text comes first, nobody is a developer, and a turn is to be answered (Qwen 3.5's manner).
 LEADING = """\
-{%- if tools %}{{- '<|im_start|>system\\n' + (tools | tojson) + '<tool_call><|im_end|>\\n' }}{%- endif %}
+{%- if tools %}{{- '<|im_start|>system\\n' + (tools | tojson) + '<tool_call>' }}
+{{- '<|im_end|>\\n' }}{%- endif %}
 {%- for m in messages %}
 {%- if m.role == 'system' and not loop.first %}{{- raise_exception('system comes first') }}
 {%- elif m.role not in ('system', 'user', 'assistant', 'tool') %}
@@ -166,7 +167,8 @@ LEADING = """\
 
 # Everything but the text of the usual roles is left out without a word (SmolLM3's manner).
 MUTE = """\
-{%- if tools %}{{- '<|im_start|>system\\n<tool_call>' + (tools | tojson) + '<|im_end|>\\n' }}{%- endif %}
+{%- if tools %}{{- '<|im_start|>system\\n<tool_call>' + (tools | tojson) }}
+{{- '<|im_end|>\\n' }}{%- endif %}
 {%- for m in messages %}
 {%- if m.role in ('user', 'assistant') or m.role == 'system' and loop.first %}
 {{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}

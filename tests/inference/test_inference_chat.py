@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from inference_templates import (
     COUNTING,
-    REPEATING,
     MOVING_TOKENIZER,
     PLAIN,
+    REPEATING,
     ROLE_MARKER_TOKENIZER,
     STRIPPING,
     TOOLS,

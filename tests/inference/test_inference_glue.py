@@ -203,7 +203,8 @@ NUMBERED = """\
 {%- for m in messages %}
 {%- if m.tool_calls %}{{- '<|im_start|>assistant\n' }}
 {%- for call in m.tool_calls %}
-{{- '<call>' + (ns.calls | string) + call.function.name + (call.function.arguments | tojson) + '</call>' }}
+{{- '<call>' + (ns.calls | string) + call.function.name }}
+{{- (call.function.arguments | tojson) + '</call>' }}
 {%- set ns.calls = ns.calls + 1 %}{%- endfor %}{{- '<|im_end|>\n' }}
 {%- elif m.role == 'tool' %}
 {{- '<|im_start|>tool\n' + (ns.calls - 1) | string + ': ' + m.content + '<|im_end|>\n' }}

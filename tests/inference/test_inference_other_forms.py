@@ -133,9 +133,9 @@ def shown(name: str, messages: list[ChatMessage], tools: Any = None) -> str:
     return session.renderer.decode(session.prepare(messages, tools).ids)
 
 
-def turns(*said: tuple[str, str]) -> str:
+def turns(*messages: tuple[str, str]) -> str:
     """Return what ChatML makes of roles and texts, and the opening of an answer."""
-    closed = [f"<|im_start|>{role}\n{text}<|im_end|>\n" for role, text in said]
+    closed = [f"<|im_start|>{role}\n{text}<|im_end|>\n" for role, text in messages]
     return "".join(closed) + "<|im_start|>assistant\n"
 
 
@@ -181,7 +181,7 @@ FIRST_CALL = """\
 def test_calls_after_the_first_get_messages_of_their_own_where_only_that_is_shown() -> None:
     renderer = ChatRenderer(ByteTokenizer(FIRST_CALL))
     text = renderer.decode(renderer.render([user("a"), *ODD["two calls"]]))
-    add, other = ('{"name": "%s", "arguments": {}}' % name for name in ("add", "b"))
+    add, other = (json.dumps({"name": name, "arguments": {}}) for name in ("add", "b"))
     assert text == turns(
         *(("user", "a"), ("assistant", add), ("tool", "done")),
         *(("assistant", other), ("tool", "done")),

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from inference_templates import (
-    REPEATING,
     HOISTING_TOKENIZER,
+    REPEATING,
     STRIPPING,
     TOOL_ID_TOKENIZER,
     TOOLS,

@@ -268,7 +268,7 @@ def for_template(message: ChatMessage, parts: bool = False) -> ChatMessage:
     return copy
 
 
-_NO_CALLS = ("tool_calls", [])
+_NO_CALLS: tuple[str, list[Any]] = ("tool_calls", [])
 
 
 def _with_text_arguments(message: ChatMessage) -> ChatMessage:

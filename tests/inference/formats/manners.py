@@ -137,7 +137,14 @@ _HINTS = {
 _CHATML = ("<|im_start|>user\n", "<|im_start|>assistant\n", "<|im_end|>\n")
 _CHATML_RESULT = ("<|im_start|>user\n<tool_response>\n", "\n</tool_response><|im_end|>\n")
 _CHATML_SYSTEM = "<|im_start|>system\n"
-_LLAMA = [f"<|start_header_id|>{role}<|end_header_id|>\n\n" for role in ("user", "assistant")]
+
+
+def _header(role: str, mark: str = "{}_header_id") -> str:
+    start, end = (mark.format(word) for word in ("start", "end"))
+    return f"<|{start}|>{role}<|{end}|>\n\n"
+
+
+_HEADER_4 = "header_{}"
 _USER, _ASSISTANT = deepseek("User"), deepseek("Assistant")
 _EOS = deepseek("end", "of", "sentence")
 _CALLS = (deepseek("tool", "calls", "begin"), deepseek("tool", "calls", "end"))
@@ -174,18 +181,20 @@ MANNERS: dict[str, Manner] = {
     "Nemotron 3": _chatml("Nemotron 3", **_OPEN_THINK),
     "Llama 3.1": Manner(
         "Llama 3",
-        *_LLAMA,
+        _header("user"),
+        _header("assistant"),
         "<|eot_id|>",
-        (_LLAMA[0].replace("user", "ipython"), "<|eot_id|>"),
-        system=_LLAMA[0].replace("user", "system"),
+        (_header("ipython"), "<|eot_id|>"),
+        system=_header("system"),
         start="<|begin_of_text|>",
         one_call=True,
     ),
     "Llama 4": Manner(
         "Llama 4",
-        *[role.replace("header_id", "header").replace("start_h", "header_s") for role in _LLAMA],
+        _header("user", _HEADER_4),
+        _header("assistant", _HEADER_4),
         "<|eot|>",
-        ("<|header_start|>ipython<|header_end|>\n\n", "<|eot|>"),
+        (_header("ipython", _HEADER_4), "<|eot|>"),
         one_call=True,
     ),
     "Mistral 7B": Manner(
@@ -198,14 +207,24 @@ MANNERS: dict[str, Manner] = {
         start="<s>",
     ),
     "Mistral Small 3.2": Manner(
-        "Mistral Small 3.2", "[INST]", "", "</s>", ("[TOOL_RESULTS]", "[/TOOL_RESULTS]"), start="<s>"
+        "Mistral Small 3.2",
+        "[INST]",
+        "",
+        "</s>",
+        ("[TOOL_RESULTS]", "[/TOOL_RESULTS]"),
+        start="<s>",
     ),
     "Devstral": Manner(
         "Devstral", "[INST]", "", "</s>", ("[TOOL_RESULTS]", "[/TOOL_RESULTS]"), start="<s>"
     ),
     "DeepSeek V3": _deepseek("DeepSeek V3", wrap=_CALLS, between="\n", result=_OUTPUT),
     "DeepSeek R1": _deepseek(
-        "DeepSeek V3", wrap=_CALLS, between="\n", result=_OUTPUT, opened="<think>\n", thinks="strips"
+        "DeepSeek V3",
+        wrap=_CALLS,
+        between="\n",
+        result=_OUTPUT,
+        opened="<think>\n",
+        thinks="strips",
     ),
     "DeepSeek V3.1": _deepseek("DeepSeek V3.1", wrap=_CALLS, result=_OUTPUT),
     "DeepSeek V3.2": _deepseek("DeepSeek V3.2", result=_DSML, between="\n"),
