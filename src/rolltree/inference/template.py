@@ -120,17 +120,20 @@ class ChatTemplate:
             TemplateError: the template rejects every form, or exceeds its limits.
             UnsupportedSetting: a message holds something other than text.
         """
-        from rolltree.inference.other_forms import KINDS, other_forms
+        if not _is_usual(messages):
+            from rolltree.inference.other_forms import KINDS
 
-        for name, kind in KINDS.items():
-            if kind.occurs(messages) and self._leaves_out(name, tools):
-                messages = kind.change(list(messages))
+            for name, kind in KINDS.items():
+                if kind.occurs(messages) and self._leaves_out(name, tools):
+                    messages = kind.change(list(messages))
         try:
             return self.render(messages, tools, add_generation_prompt=add_generation_prompt)
         except TemplateLimitError:
             raise
         except TemplateError as error:
             first = error
+        from rolltree.inference.other_forms import other_forms
+
         for form in other_forms(messages):
             try:
                 return self.render(form, tools, add_generation_prompt=add_generation_prompt)
@@ -244,6 +247,16 @@ def _problem(reply: Mapping[str, Any], roles: list[Any]) -> TemplateError:
     return TemplateError(
         f"the chat template cannot render roles {_shorten(roles)}: {message}. Change the messages "
         "or choose another template."
+    )
+
+
+def _is_usual(messages: Sequence[ChatMessage]) -> bool:
+    """Whether there are only a first system message and texts of the user and the assistant."""
+    return not any(
+        message.get("tool_calls")
+        or message.get("role") in ("tool", "developer")
+        or (message.get("role") == "system" and index > 0)
+        for index, message in enumerate(messages)
     )
 
 

@@ -1,7 +1,7 @@
 """A history with tools is rendered, answered, read and continued alike in every family's format.
 
-`ROLLTREE_TEMPLATES=FOLDER` does the same with the chat templates (`*.jinja`) of a folder, as their
-vendors publish them; the templates here have only the marks.
+The templates here have only the marks. `ROLLTREE_TEMPLATES=FOLDER` takes those (`*.jinja`) of a
+folder, as their vendors publish them.
 """
 
 from __future__ import annotations
@@ -144,8 +144,8 @@ def test_following_the_template_breaks_only_where_it_rewrites_and_says_so(name: 
         assert causes == []
 
 
-FOLDER = os.environ.get("ROLLTREE_TEMPLATES")
-VENDORS = sorted(Path(FOLDER).glob("*.jinja")) if FOLDER else []
+OWN = Path(__file__).parents[2] / "samples" / "templates"
+VENDORS = sorted(Path(os.environ.get("ROLLTREE_TEMPLATES", OWN)).glob("*.jinja"))
 
 
 def spellings(renderer: ChatRenderer) -> list[Callable[..., str]]:
