@@ -145,6 +145,37 @@ FENCED = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<\uff5cAssistant\uff5c>' }}{%- endif %}"""
 
+# System text comes first, nobody is a developer, and a turn is to be answered (Qwen 3.5's manner).
+LEADING = """\
+{%- if tools %}{{- '<|im_start|>system\\n' + (tools | tojson) + '<tool_call>' }}
+{{- '<|im_end|>\\n' }}{%- endif %}
+{%- for m in messages %}
+{%- if m.role == 'system' and not loop.first %}{{- raise_exception('system comes first') }}
+{%- elif m.role not in ('system', 'user', 'assistant', 'tool') %}
+{{- raise_exception('unknown role') }}{%- endif %}
+{{- '<|im_start|>' + m.role + '\\n' + m.content }}
+{%- if m.tool_calls is defined and m.role == 'assistant' %}
+{%- set first = m.tool_calls[0].function %}
+{%- for call in m.tool_calls %}
+{{- '<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' }}
+{{- (call.function.arguments | tojson) + '}\\n</tool_call>' }}{%- endfor %}{%- endif %}
+{{- '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+{%- if messages[-1].role == 'assistant' %}{{- raise_exception('whose turn is it?') }}{%- endif %}
+{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
+
+# Everything but the text of the usual roles is left out without a word (SmolLM3's manner).
+MUTE = """\
+{%- if tools %}{{- '<|im_start|>system\\n<tool_call>' + (tools | tojson) }}
+{{- '<|im_end|>\\n' }}{%- endif %}
+{%- for m in messages %}
+{%- if m.role in ('user', 'assistant') or m.role == 'system' and loop.first %}
+{{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
+
 STRICT = {
     "one call": ONE_CALL,
     "items": ITEMS,
@@ -152,13 +183,17 @@ STRICT = {
     "two roles": TWO_ROLES,
     "channels": CHANNELS,
     "fenced": FENCED,
+    "leading": LEADING,
+    "mute": MUTE,
 }
 _SPECIAL = re.compile(
-    "<[|\uff5c][^|\uff5c<>]+[|\uff5c]>|\\[/?[A-Z_]+\\]|</?s>|<(?:bos|(?:start|end)_of_turn)>"
+    "<[|\uff5c][^|\uff5c<>]+[|\uff5c]>|\\[/?[A-Z_]+\\]|</?s>|<(?:bos|(?:start|end)_of_turn)>|<SPECIAL_\\d+>"
 )
 _ENDS = (
     *("<|eot_id|>", "<|return|>", "<|im_end|>", "</s>", "<end_of_turn>"),
     "<\uff5cend\u2581of\u2581sentence\uff5c>",
+    "<|END_OF_TURN_TOKEN|>",
+    "<SPECIAL_12>",
     "<|end|>",
     "<|endoftext|>",
 )

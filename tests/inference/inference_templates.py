@@ -116,6 +116,10 @@ COUNTING = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"""
 
+# Every text stands twice, so no cut is certain.
+REPEATING = """\
+{%- for m in messages %}{{- '<|im_start|>' + m.content + m.content + '<|im_end|>' }}{%- endfor %}"""
+
 # Content as a list of parts (vision models' manner).
 PARTS = """\
 {%- for m in messages %}{{- '<|im_start|>' + m.role + '\n' }}

@@ -8,6 +8,7 @@ from inference_templates import (
     COUNTING,
     MOVING_TOKENIZER,
     PLAIN,
+    REPEATING,
     ROLE_MARKER_TOKENIZER,
     STRIPPING,
     TOOLS,
@@ -212,15 +213,24 @@ def test_following_the_template_keeps_ids_where_it_does_not_rewrite() -> None:
     assert found.reason is None
 
 
-def test_what_cannot_be_verified_is_rendered_anew_with_the_reason() -> None:
+def test_new_text_that_depends_on_earlier_messages_continues_the_ids() -> None:
     renderer = ChatRenderer(ByteTokenizer(COUNTING))
+    before = ids_after(renderer, [user("a")], "b<|im_end|>")
+    history = [user("a"), assistant("b"), user("c")]
+    found = renderer.continuation(before, history, 2)
+    assert found.suffix is not None
+    assert renderer.decode(found.suffix) == "<|im_start|>3user\nc<|im_end|><|im_start|>assistant\n"
+
+
+def test_what_cannot_be_verified_is_rendered_anew_with_the_reason() -> None:
+    renderer = ChatRenderer(ByteTokenizer(REPEATING))
     before = ids_after(renderer, [user("a")], "b<|im_end|>")
     history = [user("a"), assistant("b"), user("c")]
     found = renderer.continuation(before, history, 2)
     assert found.suffix is None
     assert found.rendered is not None
     assert found.rendered.tolist() == renderer.render(history).tolist()
-    assert "depends on the earlier ones" in str(found.reason)
+    assert "2 times" in str(found.reason)
 
 
 def test_a_text_in_the_past_costs_nothing() -> None:

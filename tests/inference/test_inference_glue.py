@@ -10,6 +10,7 @@ from inference_templates import (
     HOISTING_TOKENIZER,
     MOVING_TOKENIZER,
     PLAIN,
+    REPEATING,
     ROLE_MARKER_TOKENIZER,
     SPACED_TOKENIZER,
     STRIPPING,
@@ -170,16 +171,12 @@ def test_tools_that_move_are_left_out_of_the_new_text() -> None:
     assert text == "</s>[INST]c[/INST]"
 
 
-REPEATING = """\
-{%- for m in messages %}{{- '<|im_start|>' + m.content + m.content + '<|im_end|>' }}{%- endfor %}"""
 DROPPING = """\
 {%- for m in messages %}{%- if m.role == 'user' %}{{- m.content + '<|im_end|>' }}{%- endif %}
 {%- endfor %}"""
 CASES = [
-    (COUNTING, assistant("b"), "depends on the earlier ones"),
     (REPEATING, assistant("b"), "shows an earlier assistant message 2 times"),
     (DROPPING, assistant("b"), "shows an earlier assistant message 0 times"),
-    (PLAIN, CALLER, "shows an earlier assistant message 0 times"),
     ("{{ raise_exception('no') }}", assistant("b"), "rejects the probe conversation"),
 ]
 
@@ -190,6 +187,46 @@ def test_what_cannot_be_cut_says_why(source: str, message: Any, reason: str) -> 
     for _ in range(2):  # the second time from memory
         with pytest.raises(GlueError, match=reason):
             glue.suffix(258, message, [user("c")])
+
+
+def test_new_text_that_depends_on_the_earlier_messages_is_cut_from_the_conversation() -> None:
+    glue, _ = glue_of(ByteTokenizer(COUNTING))
+    before = [user("1"), assistant("2"), user("3")]
+    _, text = glue.suffix(258, assistant("4"), [user("c")], before=before)
+    assert text == "<|im_start|>5user\nc<|im_end|><|im_start|>assistant\n"
+
+
+# Results name the number of their call in the conversation (Command R7B's manner); the next answer
+# is opened whether or not it is asked for.
+NUMBERED = """\
+{%- set ns = namespace(calls=0) %}
+{%- for m in messages %}
+{%- if m.tool_calls %}{{- '<|im_start|>assistant\n' }}
+{%- for call in m.tool_calls %}
+{{- '<call>' + (ns.calls | string) + call.function.name }}
+{{- (call.function.arguments | tojson) + '</call>' }}
+{%- set ns.calls = ns.calls + 1 %}{%- endfor %}{{- '<|im_end|>\n' }}
+{%- elif m.role == 'tool' %}
+{{- '<|im_start|>tool\n' + (ns.calls - 1) | string + ': ' + m.content + '<|im_end|>\n' }}
+{%- else %}{{- '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}
+{%- endif %}
+{%- endfor %}{{- '<|im_start|>assistant\n<think></think>' }}"""
+
+
+def test_results_name_the_call_that_they_answer() -> None:
+    tokenizer = ByteTokenizer(NUMBERED, ("<|im_start|>", "<|im_end|>", "<think>", "</think>"))
+    glue, vocabulary = glue_of(tokenizer)
+    opened = "<|im_start|>assistant\n<think></think>"
+    for num in (0, 1, 2):
+        before = [user("a"), *num * [CALLER, RESULT]]
+        _, text = glue.suffix(257, CALLER, [RESULT], TOOLS, before)
+        assert text == f"\n<|im_start|>tool\n{num}: 5<|im_end|>\n{opened}"
+    assert named(vocabulary, glue.turn_tokens.end_ids) == ["<|im_end|>"]
+
+
+def test_calls_that_a_template_does_not_show_are_closed_as_text() -> None:
+    glue, _ = glue_of(ByteTokenizer(PLAIN))
+    assert glue.suffix(None, CALLER, [user("c")])[1] == "user: c\nassistant:"
 
 
 def test_a_tokenizer_that_merges_across_the_cut_is_found_out() -> None:

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 from inference_templates import TOOLS, complete, user
 
-from chat_templates import all_templates
-from rolltree.inference import OpenAIClient, TemplateError, TokenSession
+from chat_templates import LEADING, all_templates
+from rolltree import MultiTurnEnv
+from rolltree.inference import ChatRenderer, OpenAIClient, TemplateError, TokenSession
 from rolltree.inference.other_forms import other_forms
-from rolltree.testing import DirectTransport, Reply, Request
+from rolltree.testing import ByteTokenizer, DirectTransport, Reply, Request, ScriptedServer
 from rolltree.values.errors import ServerError
 from rolltree.values.types import ChatMessage, FinishReason
 
@@ -124,6 +125,141 @@ def test_two_calls_of_one_message_extend_the_sampled_ids(first: str) -> None:
     assert final.reason is None
     shown = renderer.decode(final.ids[len(known) :])
     assert shown.count("<|start_header_id|>ipython") == len(calls)
+
+
+def shown(name: str, messages: list[ChatMessage], tools: Any = None) -> str:
+    """Return the prompt's text as a rollout's session makes it."""
+    session = TokenSession(RENDERERS[name, "keep"])
+    return session.renderer.decode(session.prepare(messages, tools).ids)
+
+
+def turns(*messages: tuple[str, str]) -> str:
+    """Return what ChatML makes of roles and texts, and the opening of an answer."""
+    closed = [f"<|im_start|>{role}\n{text}<|im_end|>\n" for role, text in messages]
+    return "".join(closed) + "<|im_start|>assistant\n"
+
+
+SYSTEM: ChatMessage = {"role": "system", "content": "Be brief."}
+LATER: ChatMessage = {"role": "system", "content": "Now in French."}
+DEVELOPER: ChatMessage = {"role": "developer", "content": "Be brief."}
+SAID: ChatMessage = {"role": "assistant", "content": "Yes."}
+BEGUN = [("system", "Be brief."), ("user", "a"), ("assistant", "Yes.")]
+
+
+@pytest.mark.parametrize("name", ["leading", "mute"])
+def test_a_later_system_message_becomes_a_turn_of_the_user(name: str) -> None:
+    text = shown(name, [SYSTEM, user("a"), SAID, LATER])
+    assert text == turns(*BEGUN, ("user", "Now in French."))
+
+
+@pytest.mark.parametrize("name", ["leading", "mute"])
+def test_a_developer_is_the_system_or_later_a_user(name: str) -> None:
+    assert shown(name, [DEVELOPER, user("a")]) == turns(*BEGUN[:2])
+    later = [DEVELOPER, user("a"), SAID, {"role": "developer", "content": "Go on."}]
+    assert shown(name, later) == turns(*BEGUN, ("user", "Go on."))
+
+
+def test_a_history_that_ends_with_an_answer_asks_for_more() -> None:
+    assert shown("leading", [SYSTEM, user("a"), SAID]) == turns(*BEGUN, ("user", "Continue."))
+    assert shown("mute", [SYSTEM, user("a"), SAID]) == turns(*BEGUN)
+
+
+def test_calls_and_results_that_a_template_leaves_out_are_shown_as_text() -> None:
+    history = [user("a"), answer("So:", call('{"a": 1}')), result("call_1", "12")]
+    spoken = 'So:\n{"name": "add", "arguments": {"a": 1}}'
+    assert shown("mute", history) == turns(("user", "a"), ("assistant", spoken), ("user", "12"))
+
+
+# Only the first call of a message is shown (GigaChat 3's manner).
+FIRST_CALL = """\
+{%- for m in messages %}{{- '<|im_start|>' + m.role + '\\n' + m.content }}
+{%- if m.tool_calls %}{{- m.tool_calls[0].function | tojson }}{%- endif %}{{- '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
+
+
+def test_calls_after_the_first_get_messages_of_their_own_where_only_that_is_shown() -> None:
+    renderer = ChatRenderer(ByteTokenizer(FIRST_CALL))
+    text = renderer.decode(renderer.render([user("a"), *ODD["two calls"]]))
+    add, other = (json.dumps({"name": name, "arguments": {}}) for name in ("add", "b"))
+    assert text == turns(
+        *(("user", "a"), ("assistant", add), ("tool", "done")),
+        *(("assistant", other), ("tool", "done")),
+    )
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_fields_that_are_null_or_empty_are_as_if_they_were_absent(name: str) -> None:
+    """Clients write them, and templates ask whether `tool_calls` is defined."""
+    bare = [user("a"), SAID, user("b")]
+    empty = {"tool_calls": None, "function_call": None, "name": None, "reasoning_content": None}
+    assert shown(name, [bare[0], {**SAID, **empty}, bare[2]]) == shown(name, bare)
+    assert shown(name, [bare[0], {**SAID, "tool_calls": []}, bare[2]]) == shown(name, bare)
+
+
+@pytest.mark.parametrize(("content", "text"), [(None, ""), ([], ""), (["a", "b"], "a\nb")])
+def test_results_are_made_text_or_refused_by_name(content: Any, text: str) -> None:
+    done: ChatMessage = {"role": "tool", "tool_call_id": "call_1", "content": content}
+    assert f"<|im_start|>tool\n{text}<|im_end|>" in shown(
+        "leading", [user("a"), answer("", call("{}")), done]
+    )
+    for odd in ({"a": 1}, 7, [3], [{"type": "text"}]):
+        with pytest.raises(TemplateError, match="not text"):
+            shown("leading", [user("a"), answer("", call("{}")), {**done, "content": odd}])
+
+
+def test_several_results_stand_in_their_order() -> None:
+    calls = answer("", call('{"a": 1}'), call("", "b", "call_2"))
+    done = [user("a"), calls, result("call_1", "one"), result("call_2", "two")]
+    text = shown("leading", done)
+    assert text.endswith(turns(("tool", "one"), ("tool", "two")))
+    assert '{"name": "b", "arguments": {}}' in text
+
+
+@pytest.mark.parametrize(
+    ("name", "history", "rule"),
+    [
+        ("leading", [user("a"), {"role": "critic", "content": "Bad."}], "unknown role"),
+        ("two roles", [SYSTEM, user("a")], "roles take turns"),
+        ("alternating", [SAID, user("a")], "roles take turns"),
+    ],
+)
+def test_what_has_no_other_form_is_an_error_that_names_the_rule(
+    name: str, history: list[ChatMessage], rule: str
+) -> None:
+    with pytest.raises(TemplateError, match=rule) as caught:
+        shown(name, history)
+    assert caught.value.kind == "episode"
+    assert "Traceback" not in str(caught.value)
+
+
+class Odd(MultiTurnEnv):
+    """A world that says one thing of its own, whatever the answer was."""
+
+    def __init__(self, reply: ChatMessage) -> None:
+        super().__init__(dataset=[{"question": "a"}], env_id="odd", max_turns=2)
+        self.reply = reply
+
+    async def env_response(self, messages: Any, state: Any, **_: Any) -> Any:
+        return [self.reply]
+
+
+@pytest.mark.parametrize("role", ["system", "developer", "critic"])
+async def test_what_a_world_says_is_rendered_or_ends_its_rollout_with_the_rule(role: str) -> None:
+    renderer = ChatRenderer(ByteTokenizer(LEADING))
+    with ScriptedServer(lambda prompt: "Yes.") as server:
+        client = OpenAIClient(server.base_url, "scripted", renderer=renderer)
+        env = Odd({"role": role, "content": "Now in French."})
+        out = await env.generate(env.get_dataset(), client=client, model="scripted")
+        await client.aclose()
+    (state,) = out["state"]
+    if role == "critic":
+        assert "unknown role" in state["refused_request"]
+        assert state["stop_condition"] == "refused_request"
+        return
+    assert state["error"] is None
+    prompt = renderer.decode(state["trajectory"][-1]["tokens"]["prompt_ids"])
+    assert prompt == turns(("user", "a"), ("assistant", "Yes."), ("user", "Now in French."))
 
 
 def test_other_forms_are_distinct_and_leave_the_messages_alone() -> None:

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from inference_templates import (
-    COUNTING,
     HOISTING_TOKENIZER,
+    REPEATING,
     STRIPPING,
     TOOL_ID_TOKENIZER,
     TOOLS,
@@ -146,12 +146,12 @@ def test_reasoning_is_kept_though_the_history_leaves_it_out() -> None:
 
 
 def test_why_a_prompt_was_rendered_anew_is_recorded() -> None:
-    session = TokenSession(ChatRenderer(ByteTokenizer(COUNTING)))
+    session = TokenSession(ChatRenderer(ByteTokenizer(REPEATING)))
     first = answer(session, session.prepare([user("a")]), "b<|im_end|>")
     prompt = session.prepare([user("a"), first.message, user("c")])
     second = answer(session, prompt, "d<|im_end|>")
     assert second.extends is None
-    assert "depends on the earlier ones" in second.info["rerendered"]
+    assert "2 times" in second.info["rerendered"]
 
 
 def test_a_system_message_in_the_middle_reaches_the_model() -> None:

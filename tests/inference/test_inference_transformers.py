@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import os
 from typing import Any
 
@@ -114,3 +115,109 @@ def test_tool_turns_of_the_tiny_model_extend() -> None:
     assert text.count("<tool_response>\n5\n</tool_response>") == 5
     # The model's own spelling of the call is kept, not the template's.
     assert text.count('{"name":"add", "arguments":{"a":2}}') == 5
+
+
+RESPONSE_TEMPLATE = {
+    "defaults": {"role": "assistant"},
+    "start_anchor": "<|im_start|>assistant\n",
+    "fields": {
+        "reasoning_content": {"open": "<think>", "close": "</think>", "content": "text"},
+        "tool_calls": {
+            "open_pattern": r"\s*<go (?P<name>\w+)>",
+            "close": "</go>",
+            "repeats": True,
+            "content": "xml-inline",
+            "content_args": {"tag_pattern": r"<(?P<key>\w+)=(?P<value>[^>]*)>"},
+            "transform": {
+                "type": "function",
+                "function": {"name": "{name}", "arguments": "{content}"},
+            },
+        },
+        "content": {"close": "<|im_end|>", "content": "text"},
+    },
+}
+TYPED = [
+    {
+        "type": "function",
+        "function": {
+            "name": "add",
+            "parameters": {
+                "type": "object",
+                "properties": {"a": {"type": "integer"}, "unit": {"type": "string"}},
+            },
+        },
+    }
+]
+
+
+@pytest.fixture(scope="module")
+def responding(tmp_path_factory: pytest.TempPathFactory) -> ChatRenderer:
+    """A checkpoint that ships a response template, loaded as every checkpoint is."""
+    from rolltree.inference.models.load import load_tokenizer
+
+    folder = tmp_path_factory.mktemp("responding")
+    tokenizer = tokenizer_of("tiny")
+    if not hasattr(tokenizer, "parse_response"):
+        pytest.skip("this transformers has no response templates")
+    tokenizer.save_pretrained(folder)
+    config = folder / "tokenizer_config.json"
+    written = json.loads(config.read_text())
+    config.write_text(json.dumps(written | {"response_template": RESPONSE_TEMPLATE}))
+    return ChatRenderer(load_tokenizer(str(folder)))
+
+
+SHOWN = ("tool_calls", "content", "reasoning_content")
+ANSWERS = {
+    "a call": "<think>Hm.</think>Well:\n<go add><a=4><unit=12></go>",
+    "two calls": "<go add><a=4></go>\n<go add><a=5></go>",
+    "text": "It is 4.",
+    "reasoning that is not closed": "<think>Hm. It is",
+    "a call that is not closed": "So <go add><a=4>",
+    "an odd value": "<go add><a=four></go>",
+    "a tool of no schema": "<go sub><a=4></go>",
+    "nothing": "",
+}
+
+
+@pytest.mark.parametrize("answer", ANSWERS.values(), ids=ANSWERS)
+def test_a_response_template_reads_the_same_whole_and_streamed(
+    responding: ChatRenderer, answer: str
+) -> None:
+    assert responding.formats == ("response_template", "response_template")
+    ids = [*responding.encode_text(answer, start=False).tolist(), responding.end_ids[0]]
+    for tools in (TYPED, None):
+        whole = responding.parse(ids, FinishReason.STOP, tools).message
+        reading = responding.reading(tools)
+        for end in range(len(answer) + 1):
+            reasoning, content = reading.advance(answer[:end])
+            assert str(whole.get("reasoning_content", "")).startswith(reasoning)
+            assert whole["content"].startswith(content)
+        assert reading.finish(answer) == whole
+        # Nothing that the model wrote is lost.
+        assert not answer or any(whole.get(name) for name in SHOWN)
+
+
+def test_a_response_template_gives_arguments_the_types_of_the_schema(
+    responding: ChatRenderer,
+) -> None:
+    message = responding.parse_text(ANSWERS["a call"], FinishReason.STOP, TYPED).message
+    assert (message["reasoning_content"], message["content"]) == ("Hm.", "Well:")
+    (made,) = message["tool_calls"]
+    assert made["function"] == {"name": "add", "arguments": '{"a": 4, "unit": "12"}'}
+    odd = responding.parse_text(ANSWERS["an odd value"], FinishReason.STOP, TYPED).message
+    assert odd["tool_calls"][0]["function"]["arguments"] == '{"a": "four"}'
+    # Without tools nobody can be called: the text stays as it was written.
+    bare = responding.parse_text(ANSWERS["two calls"], FinishReason.STOP).message
+    assert bare["content"] == ANSWERS["two calls"]
+    assert "tool_calls" not in bare
+
+
+def test_a_response_template_continues_a_rollout(responding: ChatRenderer) -> None:
+    session = TokenSession(responding)
+    prompt = session.prepare([user("4?")], TYPED)
+    ids = [*responding.encode_text(ANSWERS["a call"], start=False), responding.end_ids[0]]
+    got = complete(session, prompt, ids, None, FinishReason.STOP)
+    assert got.finish_reason == FinishReason.TOOL_CALLS
+    done = {"role": "tool", "tool_call_id": got.message["tool_calls"][0]["id"], "content": "done"}
+    following = session.prepare([user("4?"), got.message, done], TYPED)
+    assert following.extends == got.call_id

@@ -16,7 +16,7 @@ import numpy as np
 
 from rolltree._helpers.untrusted import well_formed
 from rolltree.inference.formats.reader import CompletionParser, ParsedCompletion, cut_at_stop
-from rolltree.inference.formats.rows import ReasoningFormat, ToolFormat
+from rolltree.inference.formats.rows import ReasoningFormat, ToolFormat, tool_format
 from rolltree.inference.glue import PROBE, Glue, GlueError
 from rolltree.inference.template import ChatTemplate, TemplateError
 from rolltree.inference.vocabulary import BOUNDARY, Tokenizer, Vocabulary
@@ -98,17 +98,23 @@ class ChatRenderer:
         self.tokenizer = tokenizer
         self.vocabulary = Vocabulary(tokenizer)
         names = {**self.vocabulary.variables, **(variables or {})}
+        sources = _sources(tokenizer, template)
+        # The template with tools contains the marks of tool calls, which identify the parser.
+        shows_calls = sources.get("tool_use") or sources.get("default") or ""
+        row = tool_format(tool_parser, shows_calls)
+        # Those of gpt-oss end the turn, too.
+        marks = () if row.grammar == "harmony" else row.marks
+        of_calls = self.vocabulary.ids_of(marks)
         self._variants = {
-            kind: Glue(ChatTemplate(source, names), self.vocabulary, end_ids)
-            for kind, source in _sources(tokenizer, template).items()
+            kind: Glue(ChatTemplate(source, names), self.vocabulary, end_ids, of_calls)
+            for kind, source in sources.items()
         }
         known = [end for glue in self._variants.values() for end in glue.turn_tokens.end_ids]
         self.end_ids = tuple(dict.fromkeys((*known, *end_ids, *self.vocabulary.end_ids)))
         """Token ids that end a turn: an engine stops after sampling one of them."""
-        # The template with tools contains the marks of tool calls, which identify the parser.
         default = self._variants.get("tool_use") or self._variants.get("default")
         self._parser = CompletionParser(
-            default.template.source if default else "",
+            shows_calls,
             tool_parser=tool_parser,
             reasoning=reasoning,
             start=default.turn_tokens.start if default else "",
@@ -119,9 +125,7 @@ class ChatRenderer:
                 else None
             ),
         )
-
-        source = default.template.source if default else ""
-        if reasoning == "auto" and self.formats[1] == "none" and "reasoning_content" in source:
+        if reasoning == "auto" and self.formats[1] == "none" and "reasoning_content" in shows_calls:
             logger.warning(
                 "the chat template has reasoning, but marks that no format knows: reasoning stays "
                 "in the content. Name it with reasoning=, or give a ReasoningFormat (docs/tools.md)"
@@ -180,11 +184,14 @@ class ChatRenderer:
 
     def shows_tools(self, tools: Sequence[ToolSchema]) -> bool:
         """Whether the template names any of the tools in a prompt; True if it rejects the probe."""
+        template = self._variant(tools).template
         try:
-            text = self._variant(tools).template.render(PROBE, tools)
+            text, bare = template.render(PROBE, tools), template.render(PROBE)
         except TemplateError:
             return True
-        return any(tool["function"]["name"] in text for tool in tools)
+        # A name such as "now" or "search" may be a word of the template itself.
+        names = [tool["function"]["name"] for tool in tools]
+        return any(text.count(name) > bare.count(name) for name in names)
 
     def continuation(
         self,
@@ -205,7 +212,7 @@ class ChatRenderer:
         variant = self._variant(tools)
         try:
             last_id = int(previous_ids[-1]) if len(previous_ids) else None
-            ids, text = variant.suffix(last_id, assistant, new, tools)
+            ids, text = variant.suffix(last_id, assistant, new, tools, messages[: num_old - 1])
         # Rare; with history="keep", only this case costs O(history).
         except GlueError as error:
             return Continuation(None, self.render(messages, tools), str(error))

@@ -5,14 +5,15 @@ and the next one (assistant close, new messages, next opener): it renders a shor
 whose assistant message is a sentinel, and cuts the result after it, so the cost depends on the new
 messages, not on the history. For each shape of continuation (roles of the new
 messages, tools, kind of assistant message) the cut is checked once: it must show every new message,
-it must not depend on what came before, and its tokens must be the ones that the tokenizer gives in
-context. If no such cut exists, `GlueError` says why and the caller renders everything.
+and its tokens must be the ones that the tokenizer gives in context. If it depends on what came
+before, the conversation itself is the probe. If no such cut exists, `GlueError` says why and the
+caller renders everything.
 """
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -41,6 +42,9 @@ _LONG_PROBE: list[ChatMessage] = [
     {"role": "assistant", "content": "Before."},
     *PROBE,
 ]
+# Some templates count the calls of a conversation.
+_LONG_CALLS: list[ChatMessage] = [*PROBE, _CALLER, _TOOL, *_LONG_PROBE[1:]]
+_DEPENDS = "what the template writes for new messages depends on the earlier ones"
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,12 +64,16 @@ class TurnTokens:
 
 
 def learn_turn_tokens(
-    template: ChatTemplate, vocabulary: Vocabulary, configured: Sequence[int] = ()
+    template: ChatTemplate,
+    vocabulary: Vocabulary,
+    configured: Sequence[int] = (),
+    of_calls: Collection[int] = (),
 ) -> TurnTokens:
     """Learn the ends of turns; `configured` ids and the tokenizer's own are end tokens too.
 
     If the template writes nothing after a final assistant message, the role markers that follow one
-    end a turn (GLM stops at `<|user|>` and `<|observation|>`).
+    end a turn (GLM stops at `<|user|>` and `<|observation|>`). Tokens `of_calls` end a call, after
+    which another one may follow, and no turn.
     """
 
     def tail(messages: list[ChatMessage], skip: str = "") -> list[int]:
@@ -83,8 +91,13 @@ def learn_turn_tokens(
     known = (*configured, *vocabulary.end_ids)
     closes = closes or [token for token in after_answer if token in known][:1]
     if closes:
-        # A message with tool calls may be closed by another token.
-        learned = closes + [i for i in tail([caller]) if vocabulary.is_special(i)][-1:]
+        # A message with tool calls may be closed by another token. The last one is not always it:
+        # some templates open the next answer whether or not they are asked to.
+        after = [i for i in tail([caller]) if vocabulary.is_special(i) and i not in of_calls]
+        ends = [token for token in after if token in (*closes, *known)][:1] or after[-1:]
+        # Nothing closes it before a result (Gemma).
+        following = [] if ends else tail([caller, _TOOL], after_call)[:1]
+        learned = closes + ends + [token for token in following if vocabulary.is_special(token)]
         inner = [token for token in tail([answer, *PROBE])[:1] if vocabulary.is_special(token)]
         closes = [*learned, *inner]
     else:
@@ -145,11 +158,15 @@ class Glue:
     """The text that one `template` puts between turns, learned on first use and cached."""
 
     def __init__(
-        self, template: ChatTemplate, vocabulary: Vocabulary, end_ids: Sequence[int] = ()
+        self,
+        template: ChatTemplate,
+        vocabulary: Vocabulary,
+        end_ids: Sequence[int] = (),
+        of_calls: Collection[int] = (),
     ) -> None:
         self.template = template
         self._vocabulary = vocabulary
-        self.turn_tokens: TurnTokens = learn_turn_tokens(template, vocabulary, end_ids)
+        self.turn_tokens: TurnTokens = learn_turn_tokens(template, vocabulary, end_ids, of_calls)
         self._end_texts = tuple(vocabulary.decode([token]) for token in self.turn_tokens.end_ids)
         self._verdicts: dict[tuple[object, ...], _Verdict] = {}
 
@@ -159,11 +176,13 @@ class Glue:
         assistant: ChatMessage,
         new_messages: Sequence[ChatMessage],
         tools: Sequence[ToolSchema] | None = None,
+        before: Sequence[ChatMessage] = PROBE,
     ) -> tuple[IntArray, str]:
         """Return the ids (int32 `[_T]`) and text to append to sampled ids that end with `last_id`.
 
         The template's closing token is left out if the sampled ids end with it, or with another
-        end token in its place.
+        end token in its place. `before` are the messages before the `assistant`, which are rendered
+        only if the new text depends on them.
 
         Raises:
             GlueError: the template gives no verifiable cut for this continuation.
@@ -179,9 +198,13 @@ class Glue:
         if shape not in self._verdicts:
             self._verdicts[shape] = self._verify(probe, new_messages, tools)
         verdict = self._verdicts[shape]
-        if verdict.problem is not None:
+        shown = tools if verdict.show_tools else None
+        context: Sequence[ChatMessage] = PROBE
+        if verdict.problem == _DEPENDS:
+            context, shown = before, tools
+        elif verdict.problem is not None:
             raise GlueError(verdict.problem)
-        text = self._cut(PROBE, probe, new_messages, tools if verdict.show_tools else None)
+        text = self._cut(context, probe, new_messages, shown)
         ids = self._vocabulary.encode(text)
         num_closed = self._num_closed(last_id, ids)
         # The sampled ids ended the turn; the template's own close would be a second one.
@@ -215,7 +238,7 @@ class Glue:
 
     def _cut(
         self,
-        context: list[ChatMessage],
+        context: Sequence[ChatMessage],
         probe: ChatMessage,
         new_messages: Sequence[ChatMessage],
         tools: Sequence[ToolSchema] | None,
@@ -237,7 +260,12 @@ class Glue:
         ends = [at for at in map(tail.find, self._end_texts) if at >= 0]
         if ends:
             return tail[min(ends) :]
-        alone = render(self.template, [*context, probe], tools).rpartition(SENTINEL)[2]
+        try:
+            alone = self.template.render_history(
+                [*context, probe], tools, add_generation_prompt=False
+            ).rpartition(SENTINEL)[2]
+        except TemplateError:
+            alone = ""
         if not alone or not tail.startswith(alone):
             raise GlueError("the end of an assistant message with tool calls cannot be found")
         return tail[len(alone) :]
@@ -253,15 +281,14 @@ class Glue:
         try:
             text = self._cut(PROBE, probe, new_messages, shown)
             # A template may write a message differently in a longer conversation.
-            after_more = self._cut(_LONG_PROBE, probe, new_messages, shown)
+            longer = _LONG_CALLS if "tool_calls" in probe else _LONG_PROBE
+            after_more = self._cut(longer, probe, new_messages, shown)
         except GlueError as error:
             return _Verdict(show, str(error))
         hidden = self._hidden(probe, new_messages, shown)
         if hidden is not None:
             return _Verdict(show, hidden)
-        if after_more != text:
-            problem = "what the template writes for new messages depends on the earlier ones"
-            return _Verdict(show, problem)
+        depends = after_more != text
         ids = self._vocabulary.encode(text)
         # A tokenizer may join the end of the answer with the beginning of what follows.
         rendered = self.template.render_history([*PROBE, probe, *new_messages], shown)
@@ -269,7 +296,7 @@ class Glue:
         if whole[len(whole) - len(ids) :].tolist() != ids.tolist():
             problem = "the tokenizer splits the new text differently inside the conversation"
             return _Verdict(show, problem)
-        return _Verdict(show, None)
+        return _Verdict(show, _DEPENDS if depends else None)
 
     def _hidden(
         self,

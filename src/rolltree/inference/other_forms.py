@@ -1,7 +1,8 @@
-"""Other forms of a conversation, for a chat template or server that refuses it as it is.
+"""Other forms of a conversation, for a chat template or server that does not take it as it is.
 
 Templates refuse what a model may well write (several calls in one message, arguments that are not
-an object, an empty answer) and what a world may well show it (two messages in a row). The
+an object, an empty answer) and what a world may well show it (two messages in a row). Others leave
+out what they do not know (a developer, calls, results), without a word. The
 conversation goes on in the mildest form that they take, because a rollout without a reward would
 leave the baseline by what the model wrote. What the model sampled does not change: only prompts
 that are rendered from messages do.
@@ -12,6 +13,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import reduce
 from hashlib import blake2b
 from itertools import takewhile
@@ -81,13 +83,17 @@ def _with_objects(messages: list[ChatMessage]) -> list[ChatMessage]:
     return [_with_calls(message, change) for message in messages]
 
 
+def _value(arguments: Any) -> Any:
+    if not isinstance(arguments, str):
+        return arguments
+    try:
+        return read_json(arguments)
+    except ValueError:
+        return arguments.strip() or None
+
+
 def _object(arguments: Any) -> Any:
-    value = arguments
-    if isinstance(arguments, str):
-        try:
-            value = read_json(arguments)
-        except ValueError:
-            value = arguments.strip() or None
+    value = _value(arguments)
     if isinstance(value, dict):
         return arguments
     # Named, so that the model still sees what it wrote.
@@ -182,17 +188,33 @@ def _ends_with_a_turn(messages: list[ChatMessage]) -> list[ChatMessage]:
     return [*messages, {"role": "user", "content": "Continue."}]
 
 
+def _developer_as_system(messages: list[ChatMessage]) -> list[ChatMessage]:
+    return [
+        {**message, "role": "system"} if message.get("role") == "developer" else message
+        for message in messages
+    ]
+
+
 def _spoken(messages: list[ChatMessage]) -> list[ChatMessage]:
     """Write calls as text of the answer, and results as messages of the user."""
+    return _results_of_user(_calls_as_text(messages))
+
+
+def _results_of_user(messages: list[ChatMessage]) -> list[ChatMessage]:
+    return [
+        {"role": "user", "content": message.get("content")} if _is_result(message) else message
+        for message in messages
+    ]
+
+
+def _calls_as_text(messages: list[ChatMessage]) -> list[ChatMessage]:
     made: list[ChatMessage] = []
     for message in messages:
-        if _is_result(message):
-            made.append({"role": "user", "content": message.get("content")})
-        elif calls := _calls(message):
+        if calls := _calls(message):
             rest = {name: value for name, value in message.items() if name != "tool_calls"}
             functions = [_read(call, "function") for call in calls]
             lines = [
-                json.dumps({"name": _read(f, "name"), "arguments": _read(f, "arguments")})
+                json.dumps({"name": _read(f, "name"), "arguments": _value(_read(f, "arguments"))})
                 for f in functions
             ]
             content = message.get("content")
@@ -214,6 +236,72 @@ _CHANGES: tuple[_Change, ...] = (
     _ends_with_a_turn,
     _in_turns,
 )
+
+
+MARK = "Qz7ShownZq"
+"""With a number, what is looked for in a rendered `Kind.probe`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A kind of conversation that some templates render without what makes its kind.
+
+    `probe` is one, whose marks all have to show; `change` makes it a conversation that they show.
+    """
+
+    occurs: Callable[[Sequence[ChatMessage]], bool]
+    change: _Change
+    probe: list[ChatMessage]
+    num_marks: int = 1
+
+
+def _text(role: str, number: int | None = None) -> ChatMessage:
+    return {"role": role, "content": "Probe." if number is None else f"{MARK}{number}"}
+
+
+def _caller(*names: str) -> ChatMessage:
+    calls = [
+        {"id": f"probe000{index}", "function": {"name": name, "arguments": "{}"}}
+        for index, name in enumerate(names)
+    ]
+    return {"role": "assistant", "content": "", "tool_calls": calls}
+
+
+_USER, _ANSWER = _text("user"), _text("assistant")
+_RESULT = {**_text("tool", 0), "name": "probe", "tool_call_id": "probe0000"}
+KINDS: dict[str, Kind] = {
+    "developer": Kind(
+        lambda messages: any(message.get("role") == "developer" for message in messages),
+        _developer_as_system,
+        [_text("developer", 0), _USER],
+    ),
+    "later system": Kind(
+        lambda messages: any(message.get("role") == "system" for message in messages[1:]),
+        _one_system,
+        [_text("system", 0), _USER, _ANSWER, _text("system", 1), _USER],
+        2,
+    ),
+    "calls": Kind(
+        lambda messages: any(map(_calls, messages)),
+        _calls_as_text,
+        [_USER, _caller(f"{MARK}0"), {**_RESULT, "content": "Probe."}],
+    ),
+    "several calls": Kind(
+        lambda messages: any(len(_calls(message)) > 1 for message in messages),
+        _one_call_each,
+        [
+            *(_USER, _caller(f"{MARK}0", f"{MARK}1"), {**_RESULT, "content": "Probe."}),
+            {**_RESULT, "content": "Probe.", "tool_call_id": "probe0001"},
+        ],
+        2,
+    ),
+    "results": Kind(
+        lambda messages: any(map(_is_result, messages)),
+        _results_of_user,
+        [_USER, _caller("probe"), _RESULT],
+    ),
+}
+"""What templates leave out without a word, in the order in which it is changed."""
 
 
 def _calls(message: ChatMessage) -> list[Any]:

@@ -71,6 +71,7 @@ class ChatTemplate:
         self.variables = dict(variables or {})
         self.time_limit_s = time_limit_s
         self._texts: dict[str, str] = {}  # the latest prompts by their JSON
+        self._hidden: dict[tuple[str, bool], bool] = {}
         self._parts = self._wants_parts()
 
     def render(
@@ -113,10 +114,18 @@ class ChatTemplate:
     ) -> str:
         """Return the prompt's text, in another form if the template refuses what a model wrote.
 
+        So are messages and calls that the template leaves out without a word.
+
         Raises:
             TemplateError: the template rejects every form, or exceeds its limits.
             UnsupportedSetting: a message holds something other than text.
         """
+        if not _is_usual(messages):
+            from rolltree.inference.other_forms import KINDS
+
+            for name, kind in KINDS.items():
+                if kind.occurs(messages) and self._leaves_out(name, tools):
+                    messages = kind.change(list(messages))
         try:
             return self.render(messages, tools, add_generation_prompt=add_generation_prompt)
         except TemplateLimitError:
@@ -134,6 +143,24 @@ class ChatTemplate:
                 continue
         # It is about the messages as they are.
         raise first
+
+    def _leaves_out(self, name: str, tools: Sequence[ToolSchema] | None) -> bool:
+        """Whether a short conversation of this kind is rendered without what makes its kind."""
+        from rolltree.inference.other_forms import KINDS, MARK
+
+        key = (name, bool(tools))
+        if key not in self._hidden:
+            try:
+                shown = self.render(KINDS[name].probe, tools)
+                self._hidden[key] = any(
+                    f"{MARK}{number}" not in shown for number in range(KINDS[name].num_marks)
+                )
+            except TemplateLimitError:
+                raise
+            # Refused, and so not left out.
+            except TemplateError:
+                self._hidden[key] = False
+        return self._hidden[key]
 
     def _render(
         self,
@@ -223,22 +250,38 @@ def _problem(reply: Mapping[str, Any], roles: list[Any]) -> TemplateError:
     )
 
 
+def _is_usual(messages: Sequence[ChatMessage]) -> bool:
+    """Whether there are only a first system message and texts of the user and the assistant."""
+    return not any(
+        message.get("tool_calls")
+        or message.get("role") in ("tool", "developer")
+        or (message.get("role") == "system" and index > 0)
+        for index, message in enumerate(messages)
+    )
+
+
 def for_template(message: ChatMessage, parts: bool = False) -> ChatMessage:
     """Return the message as templates expect it; the same dict if it already is.
 
     Content becomes one string (text parts joined with a newline), or a list of one text part.
     JSON strings of tool arguments become mappings, since templates write them out with `tojson`.
+    Fields that are null, and an empty list of calls, are left out.
     """
     content = message.get("content")
     calls = message.get("tool_calls")
-    if isinstance(content, str) and not calls and not parts:
+    # Clients write absent fields as null or empty, and templates ask whether a field is defined.
+    empty = [name for name, value in message.items() if value is None or (name, value) == _NO_CALLS]
+    if isinstance(content, str) and not calls and not parts and not empty:
         return message
-    copy = dict(message)
+    copy = {name: value for name, value in message.items() if name not in empty}
     text = content if isinstance(content, str) else _joined(content or ())
     copy["content"] = [{"type": "text", "text": text}] if parts else text
     if calls:
         copy["tool_calls"] = [_with_arguments(call, _parsed) for call in calls]
     return copy
+
+
+_NO_CALLS: tuple[str, list[Any]] = ("tool_calls", [])
 
 
 def _with_text_arguments(message: ChatMessage) -> ChatMessage:
@@ -266,7 +309,7 @@ def _parsed(arguments: Any) -> Any:
             value = read_json(arguments)
         except ValueError:
             # The model wrote them like this, and the template may show them like this.
-            return arguments
+            return arguments if arguments.strip() else {}
         return value if isinstance(value, dict) else arguments
     return arguments
 

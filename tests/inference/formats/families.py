@@ -164,6 +164,7 @@ FAMILIES: dict[str, tuple[str, Any]] = {
         "apertus",
         lambda name, args: "<|tools_prefix|>[" + json.dumps({name: args}) + "]<|tools_suffix|>",
     ),
+    "GigaChat 3.1": ("gigachat", _json("<|function_call|>", "")),
     "Hunyuan, Jamba": ("tool_calls", _json("<tool_calls>[", "]</tool_calls>")),
     "LongCat": ("longcat", _json("<longcat_tool_call>\n", "\n</longcat_tool_call>")),
     "gpt-oss": (

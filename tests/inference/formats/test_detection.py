@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import logging
+from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import CliRunner
 from families import tool
+from manners import MANNERS
 
 from chat_templates import all_templates
+from rolltree.cli.doctor import examine
 from rolltree.inference import (
     REASONING_FORMATS,
     TOOL_FORMATS,
@@ -19,6 +23,7 @@ from rolltree.inference import (
 )
 from rolltree.inference.client import check_shown_tools
 from rolltree.inference.formats.reader import CompletionParser
+from rolltree.inference.models import resolve_model
 from rolltree.testing import ByteTokenizer
 from rolltree.values.errors import ConfigError, UnknownName
 from rolltree.values.types import FinishReason
@@ -42,6 +47,28 @@ def test_each_format_is_found_by_what_a_template_shows(name: str) -> None:
 def test_each_mark_of_reasoning_is_found(name: str) -> None:
     for shown in REASONING_FORMATS[name].found_by:
         assert CompletionParser(f"... {shown} ...").reasoning == name
+
+
+SHOWING = {
+    **{name: template.source for name, template in all_templates().items()},
+    **{name: manner.source for name, manner in MANNERS.items()},
+}
+SHOWING = {name: source for name, source in SHOWING.items() if "tools" in source}
+
+
+def test_minimax_writes_results_as_others_mark_answers() -> None:
+    parser = CompletionParser("<minimax:tool_call> <response>{{ m.content }}</response> </think>")
+    message = parser.parse("<think>Hm.</think>In <response> tags.", FinishReason.STOP).message
+    assert (message["reasoning_content"], message["content"]) == ("Hm.", "In <response> tags.")
+
+
+@pytest.mark.parametrize("start", ["", "Here are my reasoning steps:\n"])
+def test_reasoning_that_is_marked_in_words_is_read(start: str) -> None:
+    parser = CompletionParser("[BEGIN FINAL RESPONSE]", start=start)
+    opened = "" if start else "Here are my reasoning steps:\n"
+    text = f"{opened}Hm.\n[BEGIN FINAL RESPONSE]\nIt is 4.\n[END FINAL RESPONSE]\n"
+    message = parser.parse(text, FinishReason.STOP).message
+    assert (message["reasoning_content"], message["content"]) == ("Hm.", "It is 4.")
 
 
 EXPECTED = {
@@ -68,6 +95,13 @@ def test_a_template_with_tools_in_an_unknown_format_is_refused_with_what_to_do()
     check_shown_tools(renderer(WITH_TOOLS), None, "mine")
     for chosen in ("none", "hermes", ToolFormat("mine", "json", ("<c>",), ("</c>",))):
         check_shown_tools(renderer(WITH_TOOLS, tool_parser=chosen), TOOLS, "mine")
+
+
+def test_a_tool_that_is_called_like_a_word_of_the_template_is_not_taken_for_shown() -> None:
+    made = renderer("{{- 'You may search now.<tool_call>' }}" + BARE)
+    with pytest.raises(ConfigError, match="ignores tools"):
+        check_shown_tools(made, [tool("search"), tool("now")], "mine")
+    check_shown_tools(renderer("{{- 'Search now.<tool_call>' }}" + WITH_TOOLS), [tool("now")], "m")
 
 
 def test_unknown_marks_of_reasoning_are_a_notice(caplog: pytest.LogCaptureFixture) -> None:
@@ -99,9 +133,37 @@ def test_unknown_names_are_named() -> None:
 
 
 def test_doctor_says_which_rows_a_model_shows() -> None:
-    from rolltree.cli.doctor import examine
-
     said = CliRunner().invoke(examine, ["tiny"])
     assert said.exit_code == 0, said.output
     assert "tool calls" in said.output
     assert "reasoning" in said.output
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a tokenizer, which gets one chat template after the other."""
+    transformers = pytest.importorskip("transformers")
+    folder = tmp_path_factory.mktemp("checkpoint")
+    transformers.AutoTokenizer.from_pretrained(resolve_model("tiny")).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("name", SHOWING)
+def test_doctor_names_the_row_of_every_template_with_tools(checkpoint: Path, name: str) -> None:
+    (checkpoint / "chat_template.jinja").write_text(SHOWING[name], encoding="utf-8")
+    said = CliRunner().invoke(examine, [str(checkpoint), "--json"])
+    assert said.exit_code == 0, said.output
+    found = json.loads(said.output)["tool calls"]
+    if name in MANNERS:
+        assert found == MANNERS[name].row
+    elif name in EXPECTED:
+        assert found == EXPECTED[name]
+    # Never a silent "none": what is not known is refused, and the answer says so.
+    assert found in TOOL_FORMATS or "unknown: a run with tools is refused" in found
+    assert found != "none"
+
+
+def test_doctor_says_that_an_unknown_format_is_refused(checkpoint: Path) -> None:
+    (checkpoint / "chat_template.jinja").write_text(WITH_TOOLS, encoding="utf-8")
+    said = CliRunner().invoke(examine, [str(checkpoint)])
+    assert "unknown: a run with tools is refused (docs/tools.md)" in said.output
