@@ -4,11 +4,11 @@
     python benchmarks/formats.py --check    exit 1 when rolltree misses a text, or vLLM reads more
     python benchmarks/formats.py --json     one JSON object instead of the table
 
-The texts are those of the tests (`tests/inference/formats/families.py`): calls as the chat template of
-each family spells them, with values that are easily misread. A text is right if the calls have the
-names, the order and the typed arguments that the model wrote; content is not compared. vLLM's parsers
-read the whole text, with a tokenizer in which the marks of the format are special tokens. In an
-environment without vLLM (`make test-vllm` makes one with it) only rolltree is measured.
+The texts are those of the tests (`tests/inference/formats/families.py`): calls as the chat template
+of each family spells them, with values that are easily misread. A text is right if the calls have
+the names, the order and the typed arguments that the model wrote; content is not compared. vLLM's
+parsers read the whole text, with a tokenizer in which the marks of the format are special tokens.
+In an environment without vLLM (`make test-vllm` makes one with it) only rolltree is measured.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def right(family: str, read: Callable[[str], Calls]) -> dict[str, str]:
     for kind, (text, calls) in texts(family).items():
         try:
             made: object = read(text)
-        except Exception as error:  # a parser that raises has not read the text
+        except Exception as error:  # noqa: BLE001 - a parser that raises has not read the text
             made = f"{type(error).__name__}: {error}"
         if made != calls:
             faults[kind] = str(made)
