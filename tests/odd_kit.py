@@ -356,6 +356,7 @@ SPELLINGS = {
             ("internlm", "<|action_start|><|plugin|>", "<|action_end|>"),
             ("nemotron", "<TOOLCALL>[", "]</TOOLCALL>"),
             ("tool_calls", "<tool_calls>[", "]</tool_calls>"),
+            ("xlam", "[", "]"),
         ]
     },
     "cohere": (
@@ -393,6 +394,7 @@ SPELLINGS = {
     "lfm2": ("", "<|tool_call_start|>[{bare}(a={text})]<|tool_call_end|>", "\n"),
     "olmo3": ("", "<function_calls>{bare}(a={text})</function_calls>", "\n"),
     "llama4": ("", "[{bare}(a={text})]", "\n"),
+    "gemma3": ("", "```tool_code\n{bare}(a={text})\n```", "\n"),
 }
 """By format: what comes before the calls, one call, and what stands between two."""
 

@@ -145,6 +145,9 @@ FAMILIES: dict[str, tuple[str, Any]] = {
     ),
     "Llama 4": ("llama4", _python("[", "]")),
     "LFM2": ("lfm2", _python("<|tool_call_start|>[", "]<|tool_call_end|>")),
+    "LFM2 in JSON": ("lfm2", _json("<|tool_call_start|>[", "]<|tool_call_end|>")),
+    "Gemma 3": ("gemma3", _python("```tool_code\n", "\n```")),
+    "xLAM": ("xlam", _json("[", "]")),
     "OLMo 3": ("olmo3", _python("<function_calls>", "</function_calls>")),
     "Granite 3": ("granite", _json("<|tool_call|>[", "]")),
     "Granite 4": ("hermes", _json("<tool_call>", "</tool_call>")),
@@ -186,3 +189,83 @@ def tool(name: str, **types: Any) -> dict[str, Any]:
     }
     parameters = {"type": "object", "properties": properties}
     return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+
+TOOLS = [
+    tool("write", path="string", text="string"),
+    tool("count", n="integer", x="number", yes="boolean", items="array", table="object"),
+    tool("now"),
+]
+VALUES = {
+    "plain": {"path": "a.txt", "text": "hello"},
+    "looks like a number": {"path": "42", "text": "1.50"},
+    "looks like a word of JSON": {"path": "true", "text": "null"},
+    "looks like JSON": {"path": '{"a":1}', "text": "[1, 2]"},
+    "empty": {"path": "", "text": " "},
+    "lines": {"path": "a", "text": "def f():\n    return 1\n\n\n    # end"},
+    "quotes": {"path": "it's", "text": 'say "no", or \\n'},
+    "markup": {"path": "<b>x</b>", "text": "a < b && c > d {e} [f] (g)"},
+    "other scripts": {"path": "你好", "text": "🎉 é"},
+    "a fence": {"path": "x", "text": "```json\n{}\n```"},
+}
+TYPED = {"n": 42, "x": 1.5, "yes": True, "items": ["a", 1], "table": {"k": {"m": 2}}}
+_AB = {"path": "a", "text": "b"}
+
+
+def spell(family: str, name: str, **arguments: Any) -> str:
+    return str(FAMILIES[family][1](name, arguments))
+
+
+_DSML = f"{BAR}DSML{BAR}"
+SECTIONS = {
+    "DeepSeek V3": (deepseek("tool", "calls", "begin"), deepseek("tool", "calls", "end")),
+    "DeepSeek V3.1": (deepseek("tool", "calls", "begin"), deepseek("tool", "calls", "end")),
+    "Step 3": (f"<{BAR}tool_calls_begin{BAR}>\n", f"\n<{BAR}tool_calls_end{BAR}>"),
+    "Kimi K2": ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
+}
+"""Marks around all calls of an answer."""
+SEAMS = {
+    "Llama 3": ("", "; "),
+    "Llama 3 with a tag": ("}<|python_tag|>", "}; "),
+    "Mistral 7B": ("][TOOL_CALLS][", ", "),
+    **dict.fromkeys(["Mistral Small 3.2", "Devstral", "DeepSeek V3.1", "Kimi K2"], ("", "")),
+    "Llama 4": ("][", ", "),
+    "xLAM": ("][", ", "),
+    "LFM2": ("]<|tool_call_end|><|tool_call_start|>[", ", "),
+    "LFM2 in JSON": ("]<|tool_call_end|><|tool_call_start|>[", ", "),
+    "OLMo 3": ("</function_calls><function_calls>", "\n"),
+    "Gemma 3": ("\n``````tool_code\n", "\n"),
+    "Granite 3": ("]<|tool_call|>[", ", "),
+    "Phi-4-mini": ("]functools[", ", "),
+    "Cohere": ("]<|END_ACTION|><|START_ACTION|>[", ", "),
+    "Nemotron Nano 2": ("]</TOOLCALL><TOOLCALL>[", ", "),
+    "Apertus": ("]<|tools_suffix|><|tools_prefix|>[", ", "),
+    "Hunyuan, Jamba": ("]</tool_calls><tool_calls>[", ", "),
+    "MiniMax M2": ("\n</minimax:tool_call><minimax:tool_call>\n", "\n"),
+    "DeepSeek V3.2": (f"\n</{_DSML}function_calls><{_DSML}function_calls>\n", "\n"),
+    "DeepSeek V4": (f"\n</{_DSML}tool_calls><{_DSML}tool_calls>\n", "\n"),
+}
+"""What a template leaves out between two calls, and what stands there; else a line break."""
+
+
+def answer(family: str, *spelled: str) -> str:
+    """Return the answer with these calls, as the family's template puts them together."""
+    seam, between = SEAMS.get(family, ("", "\n"))
+    text = "".join(spelled).replace(seam, between) if seam else between.join(spelled)
+    opened, closed = SECTIONS.get(family, ("", ""))
+    return opened + text + closed
+
+
+def texts(family: str) -> dict[str, tuple[str, list[tuple[str, dict[str, Any]]]]]:
+    """Return answers of a family by kind, each with its calls."""
+    write, now = spell(family, "write", **_AB), spell(family, "now")
+    made = {
+        kind: (answer(family, spell(family, "write", **values)), [("write", values)])
+        for kind, values in VALUES.items()
+    }
+    made["other types"] = (answer(family, spell(family, "count", **TYPED)), [("count", TYPED)])
+    made["no arguments"] = (answer(family, now), [("now", {})])
+    made["text before"] = ("Let me look.\n" + answer(family, write), [("write", _AB)])
+    made["text after"] = (answer(family, now) + "\nDone.", [("now", {})])
+    made["two calls"] = (answer(family, write, now), [("write", _AB), ("now", {})])
+    return made

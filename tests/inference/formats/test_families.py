@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from families import FAMILIES, QUOTES_STRINGS, tool
+from families import FAMILIES, QUOTES_STRINGS, TOOLS, answer, spell, texts
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,11 +14,6 @@ from rolltree.inference.formats.reader import CompletionParser
 from rolltree.inference.formats.rows import TOOL_FORMATS
 from rolltree.values.types import FinishReason
 
-TOOLS = [
-    tool("write", path="string", text="string"),
-    tool("count", n="integer", x="number", yes="boolean", items="array", table="object"),
-    tool("now"),
-]
 EACH = pytest.mark.parametrize("family", FAMILIES)
 
 
@@ -26,69 +21,22 @@ def read(family: str, text: str) -> ToolCalls:
     return TOOL_PARSERS[FAMILIES[family][0]](text, TOOLS)
 
 
-def spell(family: str, name: str, **arguments: object) -> str:
-    return str(FAMILIES[family][1](name, arguments))
-
-
 def made(found: ToolCalls) -> list[tuple[str, dict[str, object]]]:
     return [(call.name, json.loads(call.arguments)) for call in found.calls]
 
 
-VALUES = {
-    "plain": {"path": "a.txt", "text": "hello"},
-    "looks like a number": {"path": "42", "text": "1.50"},
-    "looks like a word of JSON": {"path": "true", "text": "null"},
-    "looks like JSON": {"path": '{"a":1}', "text": "[1, 2]"},
-    "empty": {"path": "", "text": " "},
-    "lines": {"path": "a", "text": "def f():\n    return 1\n\n\n    # end"},
-    "quotes": {"path": "it's", "text": 'say "no", or \\n'},
-    "markup": {"path": "<b>x</b>", "text": "a < b && c > d {e} [f] (g)"},
-    "other scripts": {"path": "你好", "text": "🎉 é"},
-    "a fence": {"path": "x", "text": "```json\n{}\n```"},
-}
+@EACH
+@pytest.mark.parametrize("kind", texts("Llama 3"))
+def test_calls_are_what_the_model_wrote(family: str, kind: str) -> None:
+    text, calls = texts(family)[kind]
+    found = read(family, text)
+    assert (made(found), found.problems) == (calls, ())
+    assert found.content == {"text before": "Let me look.", "text after": "Done."}.get(kind, "")
 
 
 @EACH
-@pytest.mark.parametrize("kind", VALUES)
-def test_texts_stay_the_texts_that_they_are(family: str, kind: str) -> None:
-    found = read(family, spell(family, "write", **VALUES[kind]))
-    assert made(found) == [("write", VALUES[kind])]
-    assert (found.content, found.problems) == ("", ())
-
-
-@EACH
-def test_other_types_are_those_of_the_schema(family: str) -> None:
-    arguments = {"n": 42, "x": 1.5, "yes": True, "items": ["a", 1], "table": {"k": {"m": 2}}}
-    assert made(read(family, spell(family, "count", **arguments))) == [("count", arguments)]
-
-
-@EACH
-def test_a_call_needs_no_arguments(family: str) -> None:
-    assert made(read(family, spell(family, "now"))) == [("now", {})]
-
-
-@EACH
-def test_text_before_a_call_is_content(family: str) -> None:
-    if family == "Llama 4":
-        family = "Llama 3"
-    found = read(family, "Let me look.\n" + spell(family, "write", path="a", text="b"))
-    assert made(found) == [("write", {"path": "a", "text": "b"})]
-    assert (found.content, found.problems) == ("Let me look.", ())
-
-
-@EACH
-def test_text_after_a_call_is_not_lost(family: str) -> None:
-    found = read(family, spell(family, "now") + "\nDone.")
-    assert made(found) == [("now", {})]
-    assert found.content == "Done."
-
-
-@EACH
-def test_two_calls_keep_their_order(family: str) -> None:
-    between = "; " if family.startswith("Llama 3") else "\n"
-    text = spell(family, "write", path="a", text="b") + between + spell(family, "now")
-    if family == "Mistral 7B":
-        text = text.replace("]\n[TOOL_CALLS][", ", ")
+def test_two_blocks_are_read_like_one_with_two_calls(family: str) -> None:
+    text = spell(family, "write", path="a", text="b") + "\n" + spell(family, "now")
     assert [name for name, _ in made(read(family, text))] == ["write", "now"]
 
 
@@ -105,11 +53,8 @@ def test_a_call_that_was_cut_off_is_kept_and_named(family: str) -> None:
 @EACH
 def test_a_good_call_before_one_that_was_cut_off_is_read(family: str) -> None:
     broken = spell(family, "write", path="a", text="some longer text")
-    between = "; " if family.startswith("Llama 3") else "\n"
-    text = spell(family, "now") + between + broken[: broken.index("longer")]
-    if family == "Mistral 7B":
-        text = text.replace("]\n[TOOL_CALLS][", ", ")
-    found = read(family, text)
+    whole = answer(family, spell(family, "now"), broken)
+    found = read(family, whole[: whole.index("longer")])
     assert made(found) == [("now", {})]
     assert found.problems
     assert "some" in found.content

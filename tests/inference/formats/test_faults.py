@@ -151,7 +151,56 @@ MENDED = [
         '<tool_call>[{"arguments": {"a": "1"}, "name": "f"}, {"name": "g"}]',
         [("f", {"a": "1"}), ("g", {})],
     ),
+    (
+        "lfm2",
+        '<|tool_call_start|>{"name": "f", "arguments": {"a": "1"}}<|tool_call_end|>',
+        [("f", {"a": "1"})],
+    ),
+    ("gemma3", "```tool_code\nf(a='1')\ng()\n```", [("f", {"a": "1"}), ("g", {})]),
+    ("gemma3", "```tool_code\n[f(a='```\\n```')]```", [("f", {"a": "```\n```"})]),
+    ("gemma3", "```tool_code\nf(a='1')", [("f", {"a": "1"})]),
+    (
+        "xlam",
+        '[\n  {"arguments": {"a": "1"}, "name": "f"},\n  {"name": "g", "arguments": {}}\n]',
+        [("f", {"a": "1"}), ("g", {})],
+    ),
+    ("xlam", '```json\n[{"name": "f", "arguments": {"a": "1"}}]\n```', [("f", {"a": "1"})]),
+    ("xlam", '{"name": "f", "arguments": {"a": "1"}}', [("f", {"a": "1"})]),
+    (
+        "glm",
+        "<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n",
+        [("f", {"a": "1"})],
+    ),
+    ("qwen_xml", "<tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>", [("f", {"a": "1"})]),
+    (
+        "minimax_m2",
+        '<minimax:tool_call>\n<invoke name="f">\n<parameter name="a">1</parameter>\n',
+        [("f", {"a": "1"})],
+    ),
 ]
+UNCLOSED = {
+    "glm": "<tool_call>{}\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>",
+    "qwen_xml": "<tool_call>\n<function={}>\n<parameter=a>\n1\n</parameter>\n",
+    "minimax_m2": '<minimax:tool_call><invoke name="{}"><parameter name="a">1</parameter>',
+}
+
+
+@pytest.mark.parametrize("style", UNCLOSED)
+def test_a_call_at_the_end_without_its_mark_is_read_if_it_has_what_the_tool_requires(style) -> None:
+    both = tool("both", a="string", b="string")
+    both["function"]["parameters"]["required"] = ["a", "b"]
+    for name in ("both", "unknown"):  # more may have followed
+        text = UNCLOSED[style].format(name)
+        found = read(style, text, [*TOOLS, both])
+        assert (found.content, found.calls, len(found.problems)) == (text, (), 1)
+
+
+@pytest.mark.parametrize("style", ["glm", "qwen_xml", "hermes", "minimax_m2", "seed_oss"])
+def test_a_name_alone_is_reported(style: str) -> None:
+    opened = TOOL_FORMATS[style].opens[0]
+    for text in (f"{opened}f", f"Let me look.\n{opened}f\n"):
+        found = read(style, text)
+        assert (found.content, found.calls, len(found.problems)) == (text, (), 1)
 
 
 @pytest.mark.parametrize(("style", "text", "calls"), MENDED)
@@ -224,6 +273,10 @@ def test_a_good_call_beside_a_bad_one_is_read_and_the_bad_one_named(style: str, 
         ("llama4", "[1, 2]"),
         ("llama4", "See [note(1)] and [f] there."),
         ("hermes", "The tag <tool_call> begins a call."),
+        ("glm", "The tag <tool_call> begins a call."),
+        ("xlam", '[{"name": "Ada"}, {"name": "Bob"}]'),
+        ("xlam", "The sum of [1, 2] is {3}."),
+        ("gemma3", "```python\nf(a='1')\n```"),
         ("phi4", "I import functools in Python."),
     ],
 )

@@ -173,7 +173,7 @@ def read_calls(source: Source, row: ToolFormat) -> ToolCalls:
         except ValueError as error:
             at = max(after if after > start else start + 1, getattr(error, "resume", 0))
             was_meant = getattr(error, "meant", False) or not _is_prose(source, after, row)
-            if was_meant and (after > start or not text[source.begin : start].strip()):
+            if was_meant and (after > start or not text[written:start].strip()):
                 problems.append(f"tool call {len(calls) + len(problems)}: {error}")
             continue
         if after == start and not block.calls and not block.problems:
@@ -230,11 +230,14 @@ def _next_open(source: Source, row: ToolFormat, at: int) -> tuple[int, int] | No
 
 
 _compiled = lru_cache(64)(re.compile)
-_ATTEMPT = re.compile(r"\s*(?:[{\[<]|$)")
+_ATTEMPT = re.compile(r"\s*(?:[{\[<]|\S*\s*\Z)")
 
 
 def _is_prose(source: Source, at: int, row: ToolFormat) -> bool:
-    """Whether what follows a mark is a sentence about it: no call begins and none ends."""
+    """Whether what follows a mark is a sentence about it: no call begins and none ends.
+
+    A single word up to the end is a call that was cut off after its name.
+    """
     if _ATTEMPT.match(source.text, at):
         return False
     if row.grammar in ("named", "gemma"):  # their marks are tokens, which no sentence has
@@ -266,7 +269,7 @@ _GRAMMARS = {
 def read_objects(source: Source, start: int, at: int, row: ToolFormat) -> CallBlock:
     """Read one JSON object, several, or a list of them."""
     text, marked = source.text, at > start
-    at = source.space(at)
+    at = source.space(source.past(row.inner, at))
     in_list = text.startswith("[", at)
     block = CallBlock(at + in_list)
     while True:
@@ -283,7 +286,7 @@ def read_objects(source: Source, start: int, at: int, row: ToolFormat) -> CallBl
             block.problems.append(str(error))
             block.end, block.resume = begin, where
             return block
-        if not marked and _is_an_answer(value, source, start, end):
+        if not (marked or (in_list and block.calls)) and _is_an_answer(value, source, start, end):
             break
         block.end = end
         try:

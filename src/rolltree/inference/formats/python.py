@@ -8,7 +8,8 @@ from __future__ import annotations
 import ast
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 from rolltree._helpers.untrusted import shorten
@@ -21,76 +22,83 @@ _MAX_DEPTH = 100
 _CALL = re.compile(r"\s*[A-Za-z_][\w.]*\s*\(")
 _WORDS = {"true": True, "false": False, "null": None, "none": None}
 _ZEROS = re.compile(r"(?<![\w.'\"])0+(?=[1-9]\d*\s*[,)\]}])")
-_TOKEN = re.compile(r"\\.|['\"()\[\]{},\n]", re.DOTALL)
-_SEVERAL_QUOTES = re.compile(r"['\"]\s*(?:,\s*[A-Za-z_]\w*\s*=|[)\]},:]|,\s*['\"])")
+_TOKEN = r"\\.|['\"()\[\]{},\n]"
 
 
 def read_python(source: Source, start: int, at: int, row: ToolFormat) -> CallBlock:
-    """Read a list of calls, or calls on lines of their own; Llama 4 writes JSON as well."""
+    """Read a list of calls, or calls on lines of their own; some models write JSON as well."""
     text, marked = source.text, at > start
     begin = source.space(at)
-    if text.startswith("{", begin) and not marked:
-        return read_objects(source, start, at, row)
-    if marked:
-        close = source.first(row.closes, at)[0]
-        following = source.first(row.opens, at)[0]
-        stop = min((each for each in (close, following) if each >= 0), default=len(text))
-    else:
-        stop = len(text)
     in_list = text.startswith("[", begin)
-    if text.startswith("{", begin):
+    if text.startswith("{", source.space(begin + in_list)):
         return read_objects(source, start, at, row)
-    block, end, was_meant = CallBlock(stop), begin + in_list, False
-    for part, last, end in _parts(text, begin + in_list, stop, in_list):  # noqa: B007
-        if not part.strip():
+    marks = (*row.opens, *row.closes) if marked else ()
+    parts, end = _parts(source, begin + in_list, in_list, marks, row.opens)
+    block, was_meant = CallBlock(end), False
+    for first, last in parts:
+        part = text[first:last].strip()
+        if not part:
             continue
         try:
             block.calls.append(_call(part, source))
         except ValueError as error:
-            block.problems.append(f"{shorten(part.strip(), 64)}: {error}")
-            block.unread.append((last - len(part), last))
+            block.problems.append(f"{shorten(part, 64)}: {error}")
+            block.unread.append((first, last))
             was_meant |= part.partition("(")[0].strip() in source.schemas
-    if not marked and (not block.calls or _is_prose(source, block, start, end)):
+    if marked:
+        if not block.calls and not block.problems and not in_list:
+            raise ValueError("a block of calls has none")
+        block.end = source.past(row.closes, end)
+        return block
+    starts = not text[source.begin : start].strip()
+    alone = starts and not text[end:].strip()
+    known = source.schemas and all(call.name in source.schemas for call in block.calls)
+    if not block.calls or not (alone or known):
         # A list in prose, such as [see(1)], is just text.
-        alone = not text[source.begin : start].strip() and in_list and not text[end:].strip()
         return CallBlock(end, [], block.problems if alone or was_meant else [])
-    if not block.calls and not block.problems and not in_list:
-        raise ValueError("a block of calls has none")
-    block.end = source.past(row.closes, stop) if marked else end
     return block
 
 
-def _is_prose(source: Source, block: CallBlock, start: int, end: int) -> bool:
-    alone = not source.text[source.begin : start].strip() and not source.text[end:].strip()
-    names = [call.name for call in block.calls]
-    return not alone and not (source.schemas and all(name in source.schemas for name in names))
+def _parts(
+    source: Source, at: int, in_list: bool, marks: tuple[str, ...], opens: Sequence[str]
+) -> tuple[list[tuple[int, int]], int]:
+    """Return the spans of a block's calls, and its end without the mark.
 
-
-def _parts(text: str, at: int, stop: int, in_list: bool) -> Iterator[tuple[str, int, int]]:
-    """Yield the calls of a block, cut at commas or line ends outside of brackets and quotes.
-
-    Beside each are its end, and where the next one begins.
+    Calls are cut at commas or line ends outside of brackets and quotes. The block ends at its
+    bracket, at a closing mark outside of quotes, or at an opening one.
     """
-    depth, quote, begin, quoted_at = 0, "", at, 0
-    for found in _TOKEN.finditer(text, at, stop):
+    parts, depth, quote, begin = [], 0, "", at
+    for found in _tokens(marks).finditer(source.text, at):
         token, place = found[0], found.start()
-        if quote:
+        if token in marks:
+            if source.marks.real(token, place) and (token in opens or not quote):
+                break
+        elif quote:
             # A quote inside of a text that was not escaped is none: something else would follow.
-            if token == quote and (quoted_at < 0 or _ends_quote(text, place)):
+            if token == quote and _ends_quote(source.text, place):
                 quote = ""
         elif token in "'\"":
-            quote, quoted_at = token, place
+            quote = token
         elif token in "([{":
             depth += 1
         elif token in ")]}" and depth:
             depth -= 1
         elif token == "]" and in_list:
-            yield text[begin:place], place, place + 1
-            return
+            return [*parts, (begin, place)], place + 1
         elif depth == 0 and token in ",\n":
-            yield text[begin:place], place, place + 1
+            parts.append((begin, place))
             begin = place + 1
-    yield text[begin:stop], stop, stop
+    else:
+        place = len(source.text)
+    if quote and 0 <= (close := source.first(marks, begin)[0]) < place:
+        place = close
+    return [*parts, (begin, place)], place
+
+
+@lru_cache(32)
+def _tokens(marks: tuple[str, ...]) -> re.Pattern[str]:
+    spelled = sorted(marks, key=len, reverse=True)
+    return re.compile("|".join([*map(re.escape, spelled), _TOKEN]), re.DOTALL)
 
 
 def _ends_quote(text: str, at: int) -> bool:
@@ -166,14 +174,12 @@ def literal(text: str) -> Any:
     return _value(_parsed(text.strip()))
 
 
-def _value(node: ast.expr, depth: int = 0) -> Any:
+def _value(node: ast.expr | None, depth: int = 0) -> Any:
     """Return the value of a literal as JSON has it; sets and tuples become lists."""
     if depth > _MAX_DEPTH:
         raise ValueError(f"it is nested deeper than {_MAX_DEPTH} levels")
     match node:
-        case ast.Constant(value=str() | bool() | None as value):
-            return value
-        case ast.Constant(value=int() as value):
+        case ast.Constant(value=str() | int() | None as value):
             return value
         case ast.Constant(value=float() as value) if math.isfinite(value):
             return value
@@ -183,12 +189,7 @@ def _value(node: ast.expr, depth: int = 0) -> Any:
             return [_value(each, depth + 1) for each in node.elts]
         case ast.Dict():
             pairs = zip(node.keys, node.values, strict=True)
-            return {_key(key): _value(each, depth + 1) for key, each in pairs}
+            return {str(_value(key)): _value(each, depth + 1) for key, each in pairs}
         case ast.Name(id=word) if word.lower() in _WORDS:
             return _WORDS[word.lower()]
     raise ValueError("an argument is not a literal")
-
-
-def _key(node: ast.expr | None) -> str:
-    value = _value(node) if node is not None else None
-    return value if isinstance(value, str) else str(value)

@@ -41,6 +41,12 @@ class Schemas:
         """Return the parameters that the schema of a tool names, in its order."""
         return [key for key in _properties(self._parameters.get(name)) if isinstance(key, str)]
 
+    def complete(self, name: str, arguments: Mapping[str, Any]) -> bool:
+        """Whether a known tool is given an argument, and every one that it requires."""
+        required = self._parameters.get(name, {}).get("required")
+        listed = required if isinstance(required, list) else []
+        return name in self and bool(arguments) and all(key in arguments for key in listed)
+
     def value(self, name: str, key: str, text: str, *, otherwise: bool = False) -> Any:
         """Return the value of an argument written as `text`.
 

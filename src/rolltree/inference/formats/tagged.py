@@ -129,7 +129,11 @@ def _read_function(source: Source, block: CallBlock, tags: _Tags, row: ToolForma
     else:
         block.calls.append(made_call(name, arguments))
     closed = source.past((tags.close_function,), at)
-    if closed == at and not _goes_on(source, at, row):
+    if (
+        closed == at
+        and not _goes_on(source, at, row)
+        and not (source.space(at) == len(text) and source.schemas.complete(name, arguments))
+    ):
         block.calls.pop()
         raise Unreadable(f"the call of {name} is not closed", at, meant=True)
     block.end = closed
@@ -199,6 +203,8 @@ def read_pairs(source: Source, start: int, at: int, row: ToolFormat) -> CallBloc
     closed = source.past(row.closes, at)
     # After a tag in prose the name would be its next word, and the next call would follow.
     if closed == at and (not arguments or source.past(row.opens, at) == at):
-        why = "the call is not closed" if source.space(at) == len(text) else "text in a call"
-        raise Unreadable(why, meant=bool(arguments))
+        ends = source.space(at) == len(text)
+        if not ends or not source.schemas.complete(name, arguments):
+            why = "the call is not closed" if ends else "text in a call"
+            raise Unreadable(why, meant=bool(arguments))
     return CallBlock(closed, [made_call(name, arguments)])
