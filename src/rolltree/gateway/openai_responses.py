@@ -227,7 +227,7 @@ class _Tools:
         named = {"namespaces": self._namespaces, "custom_tools": self._custom}
         return {name: value for name, value in named.items() if value}
 
-    def _add(self, tool: object, where: str, namespace: str = "") -> None:
+    def _add(self, tool: Any, where: str, namespace: str = "") -> None:
         match tool:
             case {"type": "function" | "custom" as kind, **rest}:
                 is_custom = kind == "custom"

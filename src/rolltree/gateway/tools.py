@@ -26,7 +26,7 @@ class OfferedTools:
     notes: dict[str, str] = field(default_factory=dict)
 
 
-def chat_tools(listed: Sequence[object]) -> OfferedTools:
+def chat_tools(listed: Sequence[Any]) -> OfferedTools:
     """Return the tools of chat completions.
 
     Raises:

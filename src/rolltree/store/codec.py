@@ -15,7 +15,7 @@ import json
 import math
 import sys
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -160,8 +160,13 @@ def to_plain(value: Any, depth: int = 0) -> Any:
     return f"<{value.type}>" if isinstance(value, Opaque) else str(value)
 
 
+_SCALARS = frozenset([str, int, float, bool, type(None)])
+
+
 def is_equal(one: Any, other: Any) -> bool:
     """Whether two values are equal; False if `==` raises, or says it for each item of an array."""
+    if type(one) is type(other) and type(one) in _SCALARS:  # as most are
+        return bool(one == other)
     from rolltree._helpers.tasks import contained  # asyncio, which `show` does without
 
     try:
@@ -264,11 +269,11 @@ def _pack_dict(value: Mapping[Any, Any], depth: int, met: _Met) -> Any:
     return {TAG: "dict", "v": pairs}
 
 
-def _items(value: Mapping[Any, Any]) -> list[tuple[Any, Any]]:
+def _items(value: Mapping[Any, Any]) -> Collection[tuple[Any, Any]]:
     # Code of an environment may still change what it left in a state, say a cache that all rollouts
     # share, while a thread stores one of them. To copy a dict is one step for other threads; to
     # list its items is not, since a garbage collection may run meanwhile.
-    return list((value.copy() if type(value) is dict else value).items())
+    return value.copy().items() if type(value) is dict else list(value.items())
 
 
 def _pack_items(tag: str) -> Callable[[Any, int, _Met], Any]:

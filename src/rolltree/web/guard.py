@@ -32,7 +32,8 @@ def header(headers: RawHeaders, name: bytes) -> str | None:
 
     One that comes twice is empty: a proxy may have checked the other.
     """
-    found = [value for key, value in headers if key.lower() == name]
+    size = len(name)
+    found = [value for key, value in headers if len(key) == size and key.lower() == name]
     return None if not found else found[0].decode("latin-1") if len(found) == 1 else ""
 
 
