@@ -365,6 +365,7 @@ SPELLINGS = {
         "\n",
     ),
     "apertus": ("", "<|tools_prefix|>[{{{name}: {text}}}]<|tools_suffix|>", "\n"),
+    "gigachat": ("", '<|function_call|>{{"name": {name}, "arguments": {text}}}', "\n"),
     "gemma4": ("", "<|tool_call>call:{bare}{{a:{text}}}<tool_call|>", ""),
     "functiongemma": ("", "<start_function_call>call:{bare}{{a:{text}}}<end_function_call>", ""),
     "kimi_k2": (
