@@ -190,6 +190,11 @@ def read_calls(source: Source, row: ToolFormat) -> ToolCalls:
         problems += [f"tool call {len(calls) + len(problems)}: {p}" for p in block.problems]
         calls += block.calls
     kept.append((written, len(text)))
+    if (
+        not (calls or problems)
+        and sum(source.find(mark, source.begin) >= 0 for mark in row.wraps) > 1
+    ):
+        problems.append("the marks of calls are around no call")
     drops = row.wraps if calls and not problems else ()
     content = "".join(source.without(drops, *span) for span in kept)
     if len(problems) > MAX_PROBLEMS:
