@@ -114,7 +114,7 @@ def main() -> int:
         version = f"vLLM {vllm.__version__}"
     except ImportError:
         version = ""
-    rows = {}
+    rows: dict[str, dict[str, Any]] = {}
     for family in FAMILIES:
         other = by_vllm(family) if version else None
         rows[family] = {
