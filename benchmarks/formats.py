@@ -94,7 +94,7 @@ def by_vllm(family: str) -> Callable[[str], Calls] | None:
 
 
 def right(family: str, read: Callable[[str], Calls]) -> dict[str, str]:
-    """Return what was wrong by kind of text; nothing where it was right."""
+    """Return the kinds of text that were read wrong, each with what was read."""
     faults = {}
     for kind, (text, calls) in texts(family).items():
         try:
@@ -114,7 +114,7 @@ def main() -> int:
         version = f"vLLM {vllm.__version__}"
     except ImportError:
         version = ""
-    rows = {}
+    rows: dict[str, dict[str, Any]] = {}
     for family in FAMILIES:
         other = by_vllm(family) if version else None
         rows[family] = {

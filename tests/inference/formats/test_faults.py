@@ -9,7 +9,9 @@ import pytest
 from families import BAR, SPACE, deepseek, tool
 
 from rolltree.inference import TOOL_PARSERS, ToolCalls
+from rolltree.inference.formats.reader import CompletionParser
 from rolltree.inference.formats.rows import TOOL_FORMATS
+from rolltree.values.types import FinishReason
 
 TOOLS = [tool("f", a="string", b="string"), tool("g", a="string"), tool("n", a="integer")]
 
@@ -166,6 +168,13 @@ MENDED = [
     ),
     ("xlam", '```json\n[{"name": "f", "arguments": {"a": "1"}}]\n```', [("f", {"a": "1"})]),
     ("xlam", '{"name": "f", "arguments": {"a": "1"}}', [("f", {"a": "1"})]),
+    ("xlam", '[TOOL_CALLS][{"name": "f", "arguments": {"a": "1"}}]', [("f", {"a": "1"})]),
+    (
+        "xlam",
+        '<tool_call>[{"name": "f", "arguments": {"a": "1"}}]</tool_call>',
+        [("f", {"a": "1"})],
+    ),
+    ("gemma4", '<|tool_call>:f{a:<|"|>1<|"|>}<tool_call|>', [("f", {"a": "1"})]),
     (
         "glm",
         "<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n",
@@ -201,6 +210,20 @@ def test_a_name_alone_is_reported(style: str) -> None:
     for text in (f"{opened}f", f"Let me look.\n{opened}f\n"):
         found = read(style, text)
         assert (found.content, found.calls, len(found.problems)) == (text, (), 1)
+
+
+WRAPPED = [style for style, row in TOOL_FORMATS.items() if row.wraps]
+
+
+@pytest.mark.parametrize("style", WRAPPED)
+def test_marks_around_no_call_are_reported(style: str) -> None:
+    opened, closed = TOOL_FORMATS[style].wraps[:2]
+    text = f"{opened}f with a = 1{closed}"
+    found = read(style, text)
+    assert (found.content, found.calls, len(found.problems)) == (text, (), 1)
+    message = CompletionParser(tool_parser=style).parse(text, FinishReason.STOP, TOOLS).message
+    assert message["parse_problems"] == list(found.problems)
+    assert read(style, f"I write {opened} first.") == ToolCalls(f"I write {opened} first.")
 
 
 @pytest.mark.parametrize(("style", "text", "calls"), MENDED)

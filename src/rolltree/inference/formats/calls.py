@@ -173,7 +173,7 @@ def read_calls(source: Source, row: ToolFormat) -> ToolCalls:
         except ValueError as error:
             at = max(after if after > start else start + 1, getattr(error, "resume", 0))
             was_meant = getattr(error, "meant", False) or not _is_prose(source, after, row)
-            if was_meant and (after > start or not text[written:start].strip()):
+            if was_meant and (after > start or source.space(written) >= start):
                 problems.append(f"tool call {len(calls) + len(problems)}: {error}")
             continue
         if after == start and not block.calls and not block.problems:
@@ -190,6 +190,11 @@ def read_calls(source: Source, row: ToolFormat) -> ToolCalls:
         problems += [f"tool call {len(calls) + len(problems)}: {p}" for p in block.problems]
         calls += block.calls
     kept.append((written, len(text)))
+    if (
+        not (calls or problems)
+        and sum(source.find(mark, source.begin) >= 0 for mark in row.wraps) > 1
+    ):
+        problems.append("the marks of calls are around no call")
     drops = row.wraps if calls and not problems else ()
     content = "".join(source.without(drops, *span) for span in kept)
     if len(problems) > MAX_PROBLEMS:
@@ -230,7 +235,7 @@ def _next_open(source: Source, row: ToolFormat, at: int) -> tuple[int, int] | No
 
 
 _compiled = lru_cache(64)(re.compile)
-_ATTEMPT = re.compile(r"\s*(?:[{\[<]|\S*\s*\Z)")
+_ATTEMPT = re.compile(r"\s*(?:[{\[<]|[^\s<]{0,200}+\s*\Z)")
 
 
 def _is_prose(source: Source, at: int, row: ToolFormat) -> bool:

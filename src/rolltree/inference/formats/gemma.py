@@ -9,7 +9,7 @@ from rolltree._helpers.untrusted import MAX_DEPTH, read_json
 from rolltree.inference.formats.calls import CallBlock, Source, made_call
 from rolltree.inference.formats.rows import ToolFormat
 
-_HEAD = re.compile(r"\s*(?:call:)?\s*(?P<name>[\w.:/-]+?)\s*\{")
+_HEAD = re.compile(r"\s*(?:call)?:?\s*(?P<name>[\w./-][\w.:/-]*?)\s*\{")
 _QUOTES = re.compile(r'<\|"\|>|<escape>')
 _BARE = re.compile(r"[^,\[\]{}:]*")
 _BARE_VALUE = re.compile(r"[^,\]}]*")

@@ -40,7 +40,8 @@ class Reading:
         self._reasoning: list[str] = []
         self._content: list[tuple[int, int]] = []
         self._text = ""
-        opens, around = (self._row.opens, self._row.wraps) if tools else ((), ())
+        row = self._row
+        opens, around = (row.opens, (*row.wraps, *row.inner)) if tools else ((), ())
         wraps = (*self._thoughts.wraps, *around)
         self._opens, self._around = opens, around
         starts = (self._thoughts.start, self._thoughts.end)
@@ -69,8 +70,7 @@ class Reading:
     def _settled_end(self, text: str, limit: int) -> int:
         limit = min(limit, self._held) if self._state == "held" else limit
         # Marks around the calls are content only if there are none.
-        wraps = self._row.wraps if self._tools else ()
-        return min([limit, *(at for m in wraps if (at := text.find(m, self._from)) >= 0)])
+        return min([limit, *(at for m in self._around if (at := text.find(m, self._from)) >= 0)])
 
     def finish(self, text: str) -> ChatMessage:
         """Return the message of the whole answer."""
@@ -111,7 +111,7 @@ class Reading:
             return False
         if self._row.bare and _MAY_BE_BARE.search(text, self._from):
             return True
-        return any(text.find(mark, self._from) >= 0 for mark in self._row.opens)
+        return any(text.find(mark, self._from) >= 0 for mark in (*self._opens, *self._row.wraps))
 
     def _joined(
         self,

@@ -67,7 +67,8 @@ def _parts(
     Calls are cut at commas or line ends outside of brackets and quotes. The block ends at its
     bracket, at a closing mark outside of quotes, or at an opening one.
     """
-    parts, depth, quote, begin = [], 0, "", at
+    parts: list[tuple[int, int]] = []
+    depth, quote, begin = 0, "", at
     for found in _tokens(marks).finditer(source.text, at):
         token, place = found[0], found.start()
         if token in marks:

@@ -130,7 +130,7 @@ class CompletionParser:
         row = self.tools if tools else None
         if self.starts_inside or self.thoughts.wraps or self.respond or (row and row.bare):
             return False
-        marks = (*self.thoughts.marks, "<|message|>", *(row.opens if row else ()))
+        marks = (*self.thoughts.marks, "<|message|>", *((*row.opens, *row.wraps) if row else ()))
         return not any(mark in text for mark in marks)
 
     def reading(
