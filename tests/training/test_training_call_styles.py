@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tokenizers import AddedToken
 
 import rolltree as rt
@@ -28,6 +29,7 @@ from rolltree.testing import ScriptedAnswer
 
 pytestmark = [pytest.mark.long, pytest.mark.slow]
 
+DIGITS = "2468"
 TESTS = Path(__file__).parents[1]
 FAMILIES = runpy.run_path(str(TESTS / "inference" / "formats" / "families.py"))["FAMILIES"]
 KIT = runpy.run_path(str(TESTS / "chat_templates.py"))
@@ -152,13 +154,11 @@ STYLES = {
 
 def make_model(style: Style, folder: Path) -> tuple[Any, Any]:
     """Make a tiny model that has the style's tokens, and return it with its tokenizer."""
-    shape = TinyConfig(hidden_size=HID, num_layers=LAY, intermediate_size=HID*3, max_context=1024)
+    shape = TinyConfig(hidden_size=64, num_layers=2, intermediate_size=192, max_context=1024)
     make_tiny(folder, shape)
     model, tokenizer = load_model(str(folder))
     tokenizer.add_tokens([AddedToken(t, special=True) for t in (*style.special, *style.ends)])
     tokenizer.eos_token, tokenizer.chat_template = style.ends[0], style.template
-    import torch
-
     torch.manual_seed(0)
     model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
     ends = [tokenizer.convert_tokens_to_ids(end) for end in style.ends]
@@ -187,23 +187,13 @@ def right(completion: rt.Messages, answer: str) -> float:
 
 @rt.run_inline
 def called(completion: rt.Messages) -> float:
+    """1 if a call was read."""
     return float(bool(calls_of(completion)))
 
 
 @rt.run_inline
-def typed(completion: rt.Messages) -> float:
-    """1 if the code stayed the text that it is, and the number is one."""
-    return float(
-        any(
-            type(arguments.get("code")) is str and type(arguments.get("n")) is int
-            for _, arguments in calls_of(completion)
-        )
-    )
-
-
-@rt.run_inline
 def thought(completion: rt.Messages, answer: str) -> float:
-    """1 if the reasoning was told from the content, and is the question."""
+    """1 if the reasoning was told from the content, and is what the teacher thinks."""
     return float(completion[0].get("reasoning_content") == answer)
 
 
@@ -214,9 +204,10 @@ def closed(completion: rt.Messages, parser: Any) -> float:
 
 
 def make_environment() -> rt.Environment:
-    rows = [{"question": str(n) * 8, "answer": str(n)} for _ in range(10) for n in range(10)]
+    # A digit that is repeated is found sooner by a model that begins with nothing.
+    rows = [{"question": digit * 8, "answer": digit} for _ in range(25) for digit in DIGITS]
     rubric = rt.Rubric([right], parser=rt.MaybeThinkParser())
-    for metric in (called, typed, thought, closed):
+    for metric in (called, thought, closed):
         rubric.add_metric(metric)
     return rt.ToolEnv(
         [pick], max_turns=3, dataset=rows, eval_dataset=rows, rubric=rubric, env_id="pick"
@@ -224,64 +215,99 @@ def make_environment() -> rt.Environment:
 
 
 def teacher(style: Style, renderer: ChatRenderer) -> Callable[[rt.Messages], ScriptedAnswer]:
-    """Return a player who writes calls in this style, and picks any number half of the time."""
+    """Return a player who writes calls in this style, with any number four times out of five."""
     rng, spell = random.Random(0), FAMILIES[style.family][1]
 
     def play(messages: rt.Messages) -> ScriptedAnswer:
         if messages[-1]["role"] == "tool":
             text, end = style.answer, style.ends[0]
         else:
-            question = messages[-1]["content"][0]
-            guess = rng.randrange(10) if rng.random() < 0.5 else int(question)
-            written = spell("pick", {"code": f"0{question}", "n": guess})
-            text, end = style.call.format(thought=question, call=written), style.ends[-1]
+            digit = messages[-1]["content"][0]
+            n = int(rng.choice(DIGITS) if rng.random() < 0.8 else digit)
+            written = spell("pick", {"code": f"0{digit}", "n": n})
+            text, end = style.call.format(thought=digit, call=written), style.ends[-1]
         text = text.removesuffix(end) + end
         return ScriptedAnswer(text, ids=renderer.encode_text(text, start=False).tolist())
 
     return play
 
 
-@pytest.mark.parametrize("name", STYLES)
-def test_calls_in_this_style_are_learned(name: str, tmp_path: Path) -> None:
-    style, environment = STYLES[name], make_environment()
-    model, tokenizer = make_model(style, tmp_path / "made")
+def warm_model(name: str, style: Style, environment: rt.Environment, folder: Path) -> str:
+    """Fine-tune a tiny model on the teacher's games; return its folder."""
+    model, tokenizer = make_model(style, folder / "made")
     renderer = ChatRenderer(tokenizer)
     assert renderer.formats == style.formats
     client = rt.ScriptedClient(teacher(style, renderer), renderer=renderer)
     games = recipes.play_games(
-        environment, client, tmp_path / "games", seed=0, num_games=100, keep=None
+        environment, client, folder / "games", seed=0, num_games=100, keep=None
     )
+    for num_steps, lr in ((80, 5e-3), (25, 1e-3), (10, 3e-4)):
+        recipes.fine_tune(
+            model, games, seed=0, num_steps=num_steps, batch_size=32, lr=lr, what=name
+        )
+    for part in (model, tokenizer):
+        part.save_pretrained(folder / "warm")
+    return str(folder / "warm")
+
+
+@pytest.mark.parametrize("name", STYLES)
+def test_calls_in_this_style_are_learned(name: str, tmp_path: Path) -> None:
+    style, environment = STYLES[name], make_environment()
     import time
     t=time.process_time()
-    recipes.fine_tune(
-        model, games, seed=0, num_steps=NUM_STEPS, batch_size=32, lr=LR, what=name
-    )
-    print("warm", time.process_time()-t); t=time.process_time()
-    model.save_pretrained(tmp_path / "warm")
-    tokenizer.save_pretrained(tmp_path / "warm")
     report = rt.train(
         environment=environment,
-        model=str(tmp_path / "warm"),
+        model=warm_model(name, style, environment, tmp_path),
         run_dir=str(tmp_path / "run"),
         engine={"max_batch": 64, "max_context": 1024},
-        sampling={"temperature": 1.0, "max_tokens": 96},
+        sampling={"temperature": 1.0, "max_tokens": 120},
         algorithm={"name": "grpo", "groups_per_step": 8, "group_size": 8},
-        optim={"lr": 1e-3},
-        train={"num_steps": RL_STEPS, "share_prefix_across": "step", "num_threads": 1},
+        optim={"lr": 3e-4},
+        train={"num_steps": 12, "share_prefix_across": "step", "num_threads": 1},
         eval={"before": True, "after": True},
         checkpoint={"export": False},
         quiet=True,
     )
-    print("train", time.process_time()-t)
+    print("CPU", time.process_time()-t)
     for n, e in report.evaluations.items():
         print(n, {k: v["mean"] for k, v in e["metrics"].items()}, e["num_failed"], e["num_truncated"])
     for m in report.metrics:
-        print({k: round(m[k], 3) for k in ("reward/mean", "metrics/called", "metrics/typed", "metrics/thought", "metrics/closed", "time/train_s", "time/step","rollout/num_calls","rollout/total_sampled_tokens","train/num_records","train/num_skipped_records", "samples/break_rate", "masked/num_tokens","samples/skipped_tokens")})
-    with report.run as run:
-        for s in [r.states[0] for r in decode_results(list(run.rollouts(phase="train")))][:2]:
-            for st in s["trajectory"]:
-                print(repr(tokenizer.decode(st["tokens"]["prompt_ids"]))[-150:], repr(tokenizer.decode(st["tokens"]["completion_ids"])), st["completion"])
+        print([round(m[k], 3) for k in ("reward/mean", "metrics/called", "metrics/thought", "metrics/closed")], end="")
+    before, after = (
+        {key: metric["mean"] for key, metric in report.evaluations[phase]["metrics"].items()}
+        for phase in ("eval_before", "eval_after")
+    )
+    print(recipes.figures_of(report.run_path))
+    assert before["called"] > 0.9
+    assert before["closed"] > 0.9
+    assert before["thought"] > 0.9 if style.thinks else before["thought"] == 0
+    # Its interval has room above 0, so it is more than noise.
+    assert recipes.figures_of(report.run_path)["difference"][1] > 0.05
+    assert after["called"] > 0.85
 
-import os
-HID=int(os.environ.get("HID","64")); LAY=int(os.environ.get("LAY","2"))
-NUM_STEPS=int(os.environ.get("NS",100)); LR=float(os.environ.get("LR","5e-3")); RL_STEPS=int(os.environ.get("RS","8"))
+    with report.run as run:
+        results = decode_results(list(run.rollouts(phase="train")))
+    states = [state for result in results for state in result.states]
+    assert len(states) == 12 * 64
+    steps = [step for state in states for step in state["trajectory"]]
+    # Every sampled token is trained, or counted with its group without an advantage.
+    sampled = sum(len(step["tokens"]["completion_ids"]) for step in steps)
+    for metric, value in {
+        "train/num_records train/num_skipped_records": sampled,
+        "rollout/total_sampled_tokens": sampled,
+        "masked/num_tokens samples/skipped_tokens": 0,
+        "samples/break_rate error/mean": 0,
+    }.items():
+        assert sum(step[key] for step in report.metrics for key in metric.split()) == value
+    for step in report.metrics:
+        assert step["train/sampling/sampling_logp_difference/max"] < 1e-3
+
+    calls = [call for state in states for call in calls_of(state["completion"])]
+    codes = [arguments["code"] for _, arguments in calls if "code" in arguments]
+    numbers = [arguments["n"] for _, arguments in calls if "n" in arguments]
+    print(len(calls), len(codes), len(numbers), [c for c in codes if type(c) is not str], [n for n in numbers if type(n) is not int])
+    assert {f"0{digit}" for digit in DIGITS} <= set(codes)
+    # A model that samples may write a number where a text belongs: JSON and Python say what it is.
+    assert sum(type(code) is str for code in codes) > 0.99 * len(codes)
+    assert sum(type(n) is int for n in numbers) > 0.97 * len(numbers)
+    assert len(codes) > 0.85 * len(states)
