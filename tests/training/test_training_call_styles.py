@@ -30,6 +30,7 @@ from rolltree.testing import ScriptedAnswer
 pytestmark = [pytest.mark.long, pytest.mark.slow]
 
 DIGITS = "2468"
+NUM_STEPS = 16
 TESTS = Path(__file__).parents[1]
 FAMILIES = runpy.run_path(str(TESTS / "inference" / "formats" / "families.py"))["FAMILIES"]
 KIT = runpy.run_path(str(TESTS / "chat_templates.py"))
@@ -79,14 +80,13 @@ class Style:
     """A family's template, and how its models write a call and an answer.
 
     Args:
-        formats: the names of the formats that the template shows.
+        formats: the names of the formats of calls and of reasoning that the template shows.
         template: the chat template.
         family: the name in `FAMILIES` of how a call is spelled.
         special: the special tokens.
-        ends: those that end a turn.
-        call: how an answer is made of a thought and a call.
-        answer: a last answer that says `ok`.
-        thinks: whether answers have reasoning.
+        ends: more of them, which end a turn: the first an answer, the last a call.
+        call: what an answer with a thought and a call looks like.
+        answer: the last answer.
     """
 
     formats: tuple[str, str]
@@ -99,6 +99,7 @@ class Style:
 
     @property
     def thinks(self) -> bool:
+        """Whether answers have reasoning."""
         return "{thought}" in self.call
 
 
@@ -182,7 +183,7 @@ def calls_of(completion: rt.Messages) -> list[tuple[str, dict[str, Any]]]:
 @rt.run_inline
 def right(completion: rt.Messages, answer: str) -> float:
     """1 if the model picked what the question names."""
-    return float(calls_of(completion) == [("pick", {"code": f"0{answer}", "n": int(answer)})])
+    return float(calls_of(completion) == [("pick", {"code": f"{answer}0", "n": int(answer)})])
 
 
 @rt.run_inline
@@ -224,7 +225,7 @@ def teacher(style: Style, renderer: ChatRenderer) -> Callable[[rt.Messages], Scr
         else:
             digit = messages[-1]["content"][0]
             n = int(rng.choice(DIGITS) if rng.random() < 0.8 else digit)
-            written = spell("pick", {"code": f"0{digit}", "n": n})
+            written = spell("pick", {"code": f"{digit}0", "n": n})
             text, end = style.call.format(thought=digit, call=written), style.ends[-1]
         text = text.removesuffix(end) + end
         return ScriptedAnswer(text, ids=renderer.encode_text(text, start=False).tolist())
@@ -253,8 +254,6 @@ def warm_model(name: str, style: Style, environment: rt.Environment, folder: Pat
 @pytest.mark.parametrize("name", STYLES)
 def test_calls_in_this_style_are_learned(name: str, tmp_path: Path) -> None:
     style, environment = STYLES[name], make_environment()
-    import time
-    t=time.process_time()
     report = rt.train(
         environment=environment,
         model=warm_model(name, style, environment, tmp_path),
@@ -263,21 +262,15 @@ def test_calls_in_this_style_are_learned(name: str, tmp_path: Path) -> None:
         sampling={"temperature": 1.0, "max_tokens": 120},
         algorithm={"name": "grpo", "groups_per_step": 8, "group_size": 8},
         optim={"lr": 3e-4},
-        train={"num_steps": 12, "share_prefix_across": "step", "num_threads": 1},
+        train={"num_steps": NUM_STEPS, "share_prefix_across": "step", "num_threads": 1},
         eval={"before": True, "after": True},
         checkpoint={"export": False},
         quiet=True,
     )
-    print("CPU", time.process_time()-t)
-    for n, e in report.evaluations.items():
-        print(n, {k: v["mean"] for k, v in e["metrics"].items()}, e["num_failed"], e["num_truncated"])
-    for m in report.metrics:
-        print([round(m[k], 3) for k in ("reward/mean", "metrics/called", "metrics/thought", "metrics/closed")], end="")
     before, after = (
         {key: metric["mean"] for key, metric in report.evaluations[phase]["metrics"].items()}
         for phase in ("eval_before", "eval_after")
     )
-    print(recipes.figures_of(report.run_path))
     assert before["called"] > 0.9
     assert before["closed"] > 0.9
     assert before["thought"] > 0.9 if style.thinks else before["thought"] == 0
@@ -288,7 +281,7 @@ def test_calls_in_this_style_are_learned(name: str, tmp_path: Path) -> None:
     with report.run as run:
         results = decode_results(list(run.rollouts(phase="train")))
     states = [state for result in results for state in result.states]
-    assert len(states) == 12 * 64
+    assert len(states) == NUM_STEPS * 64
     steps = [step for state in states for step in state["trajectory"]]
     # Every sampled token is trained, or counted with its group without an advantage.
     sampled = sum(len(step["tokens"]["completion_ids"]) for step in steps)
@@ -305,9 +298,9 @@ def test_calls_in_this_style_are_learned(name: str, tmp_path: Path) -> None:
     calls = [call for state in states for call in calls_of(state["completion"])]
     codes = [arguments["code"] for _, arguments in calls if "code" in arguments]
     numbers = [arguments["n"] for _, arguments in calls if "n" in arguments]
-    print(len(calls), len(codes), len(numbers), [c for c in codes if type(c) is not str], [n for n in numbers if type(n) is not int])
-    assert {f"0{digit}" for digit in DIGITS} <= set(codes)
-    # A model that samples may write a number where a text belongs: JSON and Python say what it is.
-    assert sum(type(code) is str for code in codes) > 0.99 * len(codes)
+    assert {f"{digit}0" for digit in DIGITS} <= set(codes)
+    # JSON and Python say what a value is, and a model that samples may write a number; tags do not.
+    least = 1.0 if style.formats[0] == "qwen_xml" else 0.99
+    assert sum(type(code) is str for code in codes) >= least * len(codes)
     assert sum(type(n) is int for n in numbers) > 0.97 * len(numbers)
     assert len(codes) > 0.85 * len(states)
