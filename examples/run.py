@@ -17,7 +17,7 @@ import argparse
 import json
 import random
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib import util
 from pathlib import Path
 from typing import Any
@@ -54,17 +54,39 @@ def module_of(recipe: str) -> Any:
 def stored_games(
     recipe: str, path: Path, seed: int, num_games: int, keep: float | None
 ) -> list[list[Any]]:
-    """Play the teacher's games into a run; return the token ids of each agent's calls.
-
-    `keep`: the lowest reward of a game that is returned.
-    """
+    """Play the games of a recipe's teacher, as `play_games` does."""
     module, (_, tokenizer) = module_of(recipe), rt.load_model("tiny")
     client = rt.ScriptedClient(module.teacher(seed), renderer=ChatRenderer(tokenizer))
+    return play_games(
+        module.load_environment(),
+        client,
+        path,
+        seed=seed,
+        num_games=num_games,
+        keep=keep,
+        recipe=recipe,
+    )
+
+
+def play_games(
+    environment: rt.Environment,
+    client: rt.ModelClient,
+    path: Path,
+    *,
+    seed: int,
+    num_games: int,
+    keep: float | None,
+    **config: Any,
+) -> list[list[Any]]:
+    """Play a teacher's games into a run; return the token ids of each agent's calls.
+
+    `keep`: the lowest reward of a game that is returned. `config` is stored with the run.
+    """
     # The teacher has one stream of random numbers: concurrent games would draw from it in an order
     # that timing decides, and the data would differ from run to run.
     play = {"split": "train", "num_examples": num_games, "seed": seed, "max_concurrent": 1}
-    with rt.Run.open_or_create(path, config={"recipe": recipe, **play}) as run:
-        rt.evaluate(module.load_environment(), client, run=run, phase="games", **play)
+    with rt.Run.open_or_create(path, config={**config, **play}) as run:
+        rt.evaluate(environment, client, run=run, phase="games", **play)
         results = decode_results(list(run.rollouts(phase="games")))
     return [
         [(s["tokens"]["prompt_ids"], s["tokens"]["completion_ids"]) for s in state["trajectory"]]
@@ -75,29 +97,43 @@ def stored_games(
     ]
 
 
+def fine_tune(
+    model: Any,
+    games: Sequence[list[Any]],
+    *,
+    seed: int,
+    num_steps: int,
+    batch_size: int,
+    lr: float,
+    what: str,
+) -> None:
+    """Fine-tune a model in place on `batch_size` stored games a step."""
+    import torch
+
+    rng = random.Random(seed)
+    torch.manual_seed(seed)
+    torch.set_num_threads(1)  # a model this small has nothing for a second thread to do
+    config = rt.load_train_config(algorithm="sft", lr=lr, num_threads=1)
+    trainer = rt.Trainer(model, config)
+    for step in range(1, num_steps + 1):
+        states = rt.supervised_states(rng.sample(games, batch_size))
+        samples = rt.build_samples(states, "tree", group_key=lambda state: 0).samples
+        loss = trainer.step(samples, step)["train/loss"]
+        if step % 50 == 0 or step == 1:
+            print(f"{what}: warm-up step {step}: loss {loss:.3f}", flush=True)
+
+
 def warm_up(recipe: str, runs: Path, seed: int) -> Path:
     """Fine-tune the tiny model on stored games of the recipe's teacher; return its folder."""
     folder = runs / f"{recipe}-warm-{seed}"
     if folder.is_dir():
         return folder
-    import torch
-
-    settings: Mapping[str, Any] = module_of(recipe).WARM_UP
-    path = runs / f"{recipe}-games-{seed}"
-    games = stored_games(recipe, path, seed, settings["num_games"], settings.get("keep"))
-    print(f"{recipe}: {len(games)} stored games to learn from", flush=True)
-    rng = random.Random(seed)
-    torch.manual_seed(seed)
-    torch.set_num_threads(1)  # a model this small has nothing for a second thread to do
     model, tokenizer = rt.load_model("tiny")
-    config = rt.load_train_config(algorithm="sft", lr=settings["lr"], num_threads=1)
-    trainer = rt.Trainer(model, config)
-    for step in range(1, settings["num_steps"] + 1):
-        states = rt.supervised_states(rng.sample(games, settings["batch_size"]))
-        samples = rt.build_samples(states, "tree", group_key=lambda state: 0).samples
-        loss = trainer.step(samples, step)["train/loss"]
-        if step % 50 == 0 or step == 1:
-            print(f"{recipe}: warm-up step {step}: loss {loss:.3f}", flush=True)
+    settings = dict(module_of(recipe).WARM_UP)
+    num_games, keep = settings.pop("num_games"), settings.pop("keep", None)
+    games = stored_games(recipe, runs / f"{recipe}-games-{seed}", seed, num_games, keep)
+    print(f"{recipe}: {len(games)} stored games to learn from", flush=True)
+    fine_tune(model, games, seed=seed, what=recipe, **settings)
     partial = folder.with_suffix(".tmp")
     model.save_pretrained(partial)
     tokenizer.save_pretrained(partial)
