@@ -159,7 +159,7 @@ def _message(value: object, where: str) -> ChatMessage:
     return message
 
 
-def _call(value: object, where: str) -> ChatMessage:
+def _call(value: Any, where: str) -> ChatMessage:
     match value:
         case {"type": "custom", "custom": {"name": name, "input": text}}:
             arguments = input_arguments(text_at(text, f"{where}.custom.input"))

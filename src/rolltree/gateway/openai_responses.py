@@ -229,10 +229,10 @@ class _Tools:
 
     def _add(self, tool: Any, where: str, namespace: str = "") -> None:
         match tool:
-            case {"type": "function" | "custom" as kind, **rest}:
+            case {"type": "function" | "custom" as kind}:
                 is_custom = kind == "custom"
-                self.notes |= tool_notes(rest)
-                own = _own_fields(rest, _CUSTOM_FIELDS if is_custom else _TOOL_FIELDS, where)
+                self.notes |= tool_notes(tool)
+                own = _own_fields(tool, _CUSTOM_FIELDS if is_custom else _TOOL_FIELDS, where)
                 name = text_at(own.get("name"), f"{where}.name")
                 own["name"] = name_in(namespace, name, where)
                 if namespace:
@@ -240,8 +240,8 @@ class _Tools:
                 if is_custom:
                     self._custom.append(own["name"])
                 self.tools.append(custom_tool(own, where) if is_custom else function_tool(own))
-            case {"type": "namespace", **rest} if not namespace:
-                own = _own_fields(rest, _NAMESPACE_FIELDS, where)
+            case {"type": "namespace"} if not namespace:
+                own = _own_fields(tool, _NAMESPACE_FIELDS, where)
                 name = text_at(own.get("name"), f"{where}.name")
                 for index, inner in enumerate(tools_in(own, f"{where}.tools")):
                     self._add(inner, f"{where}.tools[{index}]", name)
@@ -254,7 +254,7 @@ class _Tools:
 def _own_fields(tool: Mapping[str, Any], known: tuple[str, ...], where: str) -> dict[str, Any]:
     for name, value in tool.items():
         is_default = value is None or value in ITEM_DEFAULTS.get(name, ())
-        if name not in known and name not in TOOL_NOTES and not is_default:
+        if name not in ("type", *known, *TOOL_NOTES) and not is_default:
             raise unknown_field(f"{where}.{name}", [f"{where}.{each}" for each in known])
     return {name: tool[name] for name in known if tool.get(name) is not None}
 

@@ -36,12 +36,10 @@ def chat_tools(listed: Sequence[Any]) -> OfferedTools:
     for index, tool in enumerate(listed):
         where = f"tools[{index}]"
         match tool:
-            case {"type": "custom", "custom": {**custom}}:
-                offered.tools.append(custom_tool(custom, f"{where}.custom"))
-                offered.custom.append(custom["name"])
-            case {"function": {"name": str()}, **rest} if (
-                rest.get("type", "function") == "function"
-            ):
+            case {"type": "custom", "custom": {}}:
+                offered.tools.append(custom_tool(tool["custom"], f"{where}.custom"))
+                offered.custom.append(tool["custom"]["name"])
+            case {"function": {"name": str()}} if tool.get("type", "function") == "function":
                 offered.tools.append(tool)
                 offered.notes |= tool_notes(tool["function"])
             case {"type": str(kind)} if kind not in ("function", "custom"):
