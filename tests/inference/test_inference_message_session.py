@@ -13,8 +13,8 @@ from inference_templates import TOOLS, assistant, user
 from rolltree.inference.call import Answer as ReadAnswer
 from rolltree.inference.call import ModelCall, record_of
 from rolltree.inference.message_session import MessageSession, read_outcome
-from rolltree.inference.request_fields import TokenFields
 from rolltree.inference.retry import Outcome
+from rolltree.inference.token_fields import TokenFields
 from rolltree.values.errors import BadResponse, TokenError
 from rolltree.values.types import FinishReason, ModelResponse, SamplingParams
 

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from rolltree.inference.engine import extra_of
 from rolltree.inference.message_session import send_with_token_fields
 from rolltree.inference.request_fields import (
-    TokenFields,
     extension_fields,
     extra_fields,
     outgoing,
@@ -17,6 +16,7 @@ from rolltree.inference.request_fields import (
     sampling_fields,
     token_in_fields,
 )
+from rolltree.inference.token_fields import TokenFields
 from rolltree.values.errors import ServerError, UnsupportedSetting
 from rolltree.values.types import SamplingParams
 

@@ -18,8 +18,9 @@ from rolltree.inference.call import Answer, CallTree, ModelCall, record_of
 from rolltree.inference.message_index import MessageIndex
 from rolltree.inference.other_forms import other_forms
 from rolltree.inference.parse import read_answer
-from rolltree.inference.request_fields import TokenFields, outgoing
+from rolltree.inference.request_fields import outgoing
 from rolltree.inference.session import check_message_type
+from rolltree.inference.token_fields import TokenFields
 from rolltree.inference.wire import PromptReader
 from rolltree.tokens.buffers import same_ids
 from rolltree.values.errors import ServerError

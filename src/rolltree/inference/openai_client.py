@@ -24,9 +24,6 @@ from rolltree.inference.parse import (
     read_tokens,
 )
 from rolltree.inference.request_fields import (
-    LogprobsMode,
-    TokenFields,
-    TokenIds,
     check_choice,
     extension_fields,
     extra_fields,
@@ -42,6 +39,7 @@ from rolltree.inference.stream import (
     stream_of_messages,
     stream_of_tokens,
 )
+from rolltree.inference.token_fields import LogprobsMode, TokenFields, TokenIds
 from rolltree.inference.transport import Transport
 from rolltree.inference.wire import PromptReader, Response, decode_chunk, decode_response
 from rolltree.values.errors import ConfigError, ServerError

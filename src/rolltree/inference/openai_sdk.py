@@ -23,14 +23,7 @@ from rolltree.inference.client_base import RootClient
 from rolltree.inference.http import MAX_ANSWER_BYTES, status_error
 from rolltree.inference.message_session import MessageSession, send_with_token_fields
 from rolltree.inference.parse import extract_finish_reason
-from rolltree.inference.request_fields import (
-    LogprobsMode,
-    TokenFields,
-    TokenIds,
-    extension_fields,
-    extra_fields,
-    sampling_fields,
-)
+from rolltree.inference.request_fields import extension_fields, extra_fields, sampling_fields
 from rolltree.inference.request_ids import HEADER, RequestIds
 from rolltree.inference.retry import (
     ONCE,
@@ -40,6 +33,7 @@ from rolltree.inference.retry import (
     parse_retry_after,
     with_retries,
 )
+from rolltree.inference.token_fields import LogprobsMode, TokenFields, TokenIds
 from rolltree.inference.transport import too_large
 from rolltree.inference.wire import read
 from rolltree.values.errors import (
