@@ -53,6 +53,11 @@ RUNS = {
 """For each detector of `narrator/detectors.py`: a run that it must find, a similar healthy one."""
 
 
+CLOCKED = {"slow"}
+"""What the clock alone says: beside other work on the machine it is true of a healthy run that
+really trains. Written runs, whose clock is written, show that it is told rightly."""
+
+
 def kinds_of_alarms(sentences: Iterable[dict[str, Any]]) -> set[str]:
     """Return the kinds of the sentences that alarm."""
     return {each["kind"] for each in sentences if each["severity"] in ALARMS}

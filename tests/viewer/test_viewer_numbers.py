@@ -229,15 +229,21 @@ def test_curves(tab, page, runs):
 # -- rollouts and groups ---------------------------------------------------------------------------
 
 
+def cells_of_rows(tab, kind):
+    """Return the texts of each row, read at once: between two readings the table may be redrawn."""
+    return tab.page.locator(".vbody .vrow").evaluate_all(
+        "(rows, kind) => rows.map((row) => [...row.querySelectorAll('.cell')].map((c) => c[kind]))",
+        kind,
+    )
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_a_row_per_rollout(tab, page, runs, name):
     with python(runs, name) as stored:
         rows = list(stored.rollouts(sort="-num_completion_tokens").rows())
     tab.open(f"#/run/{part(name)}/rollouts?sort=-num_completion_tokens")
     heads = [text.rstrip(" ↓") for text in tab.texts(".vhead .cell")]
-    drawn = [
-        each.locator(".cell").all_inner_texts() for each in tab.page.locator(".vbody .vrow").all()
-    ]
+    drawn = cells_of_rows(tab, "innerText")
     drawn = [each for each in drawn if len(each) == len(heads)]
     assert len(drawn) >= min(len(rows), 20)
     for texts, row in zip(drawn, rows, strict=False):
@@ -274,9 +280,7 @@ def test_means_and_spreads_of_groups(tab, page, runs, name):
     found = data(page, name, "groups", limit=1000)["rows"]
     assert [group["group_id"] for group in found] == list(groups)
     tab.open(f"#/run/{part(name)}/rollouts?by=group&phase=*")
-    drawn = [
-        each.locator(".cell").all_text_contents() for each in tab.page.locator(".vbody .vrow").all()
-    ]
+    drawn = cells_of_rows(tab, "textContent")
     drawn = {each[0]: each for each in drawn if len(each) == 7}
     assert drawn
     for group in found:

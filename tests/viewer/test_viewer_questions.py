@@ -186,18 +186,15 @@ def test_a_text_is_found(clicks):
     assert field.evaluate("(each) => each === document.activeElement")
 
 
-@pytest.mark.xfail(
-    reason="in the whole suite a key sometimes leads nowhere within 30 s; why is not known yet",
-    strict=False,
-)
 def test_the_list_is_walked_and_kept(browser, shelf):
     """`[` and `]` walk the list one came from, `u` keeps its filter, `j` begins at what is seen."""
     tab = Tab(browser, shelf.link)
     listed = "#/run/demo/rollouts?phase=train&where=reward+%3D+0&sort=-total_ms"
     tab.open(listed)
-    addresses = [
-        each.get_attribute("href") for each in tab.page.locator(".vbody .vrow a:first-child").all()
-    ]
+    # In one reading: between two, the table may draw its rows anew, and one be met twice.
+    addresses = tab.page.locator(".vbody .vrow a:first-child").evaluate_all(
+        "(links) => links.map((each) => each.getAttribute('href'))"
+    )
     addresses = [each for each in addresses if "/rollout/" in each]
     tab.page.keyboard.press("j")
     tab.page.keyboard.press("j")
