@@ -1,7 +1,9 @@
 """What to do next: each piece of advice from facts made by hand, and from reports."""
 
 import re
+import sys
 
+import openai
 import pytest
 
 import rolltree as rt
@@ -101,9 +103,9 @@ CASES = {
 
 
 def test_every_piece_of_advice_has_a_case():
-    assert {kind for _, kind, _ in CASES.values()} | {"scoring", "flat_groups"} == {
-        kind for kind, each in DETECTORS.items() if each.advice
-    } | {"level", "reward", "held_out"}
+    assert {kind for _, kind, _ in CASES.values()} | {
+        *("scoring", "tools", "programs", "flat_groups")
+    } == {kind for kind, each in DETECTORS.items() if each.advice} | {"level", "reward", "held_out"}
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -206,6 +208,76 @@ def test_a_cleanup_that_raises_is_named_without_its_control_characters():
     assert "A cleanup of the environment raised in 1 of 1 rollouts" in said
     assert "\x1b" not in said
     assert "\u202e" not in said
+
+
+class TwiceUntidy(Untidy):
+    @rt.cleanup
+    async def tidy_more(self, state):
+        raise OSError("no table")
+
+
+ROWS = [{"question": f"{at}?", "answer": "1"} for at in range(4)]
+
+
+def test_two_cleanups_that_raise_are_counted_once_a_rollout():
+    env = TwiceUntidy(dataset=ROWS, rubric=rt.Rubric([one]))
+    report = rt.evaluate(env, ScriptedClient(lambda messages: "x"))
+    said = " ".join(each.text for each in report.advice)
+    assert "A cleanup of the environment raised in 4 of 4 rollouts" in said
+
+
+def first_advice(env, said, folder):
+    """The first advice in the story of a stored evaluation."""
+    with Run.open_or_create(folder, config={}) as run:
+        rt.evaluate(env, ScriptedClient(said), run=run)
+    with rt.read_run(folder) as data:
+        return next(f"{each['text']} {each['advice']}" for each in data.story() if each["advice"])
+
+
+def add(a: int, b: int) -> int:
+    """Add two numbers."""
+    raise ValueError("no adder")
+
+
+def adder(messages):
+    if messages[-1]["role"] == "tool":
+        return "It is 3."
+    function = {"name": "add", "arguments": '{"a": 1, "b": 2}'}
+    return {"role": "assistant", "content": "", "tool_calls": [{"function": function}]}
+
+
+def test_a_tool_that_always_raises_gets_advice(tmp_path):
+    env = rt.ToolEnv(tools=[add], dataset=ROWS, rubric=rt.Rubric([nothing]))
+    said = first_advice(env, adder, tmp_path / "run")
+    assert said.startswith("The tool add raises ValueError in 100 % of rollouts. The model is told")
+
+
+async def agent(session, state):
+    async with openai.AsyncOpenAI(base_url=session.base_url, api_key=session.api_key) as client:
+        asked = [{"role": "user", "content": "x"}]
+        await client.chat.completions.create(model="any", messages=asked)
+    raise RuntimeError("the agent is broken")
+
+
+SCRIPT = """
+import os, openai
+openai.OpenAI().chat.completions.create(model="m", messages=[{{"role": "user", "content": "x"}}])
+os.{end}
+"""
+
+
+@pytest.mark.parametrize(
+    ("program", "how"),
+    [
+        (agent, "raised RuntimeError"),
+        ([sys.executable, "-c", SCRIPT.replace("{end}", "_exit(3)")], "ended with status 3"),
+        ([sys.executable, "-c", SCRIPT.replace("{end}", "abort()")], "was ended by signal 6"),
+    ],
+)
+def test_a_program_that_always_fails_gets_advice(tmp_path, program, how):
+    env = rt.ProgramEnv(program, dataset=ROWS, rubric=rt.Rubric([one]))
+    said = first_advice(env, lambda messages: "x", tmp_path / "run")
+    assert said.startswith(f"The program {how} in 100 % of rollouts. The rollouts count")
 
 
 class Raises(rt.MultiTurnEnv):

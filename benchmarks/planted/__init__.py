@@ -38,6 +38,7 @@ RUNS = {
     "waits": ("dead_judge", "slow_judge"),
     "timeouts": ("timeouts", "rare_failure"),
     "tools": ("tool_raises", "tool_is_learned"),
+    "programs": ("program_fails", "program_is_learned"),
     "failures": ("failures", "rare_failure"),
     "scoring": ("scoring", "plain"),
     "breaks": ("breaks", "sliding_window"),

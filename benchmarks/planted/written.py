@@ -76,7 +76,7 @@ class Course:
     weights: Mapping[str, float] = field(default_factory=dict)
     series: Mapping[str, Number] = field(default_factory=dict)
     columns: OfRollout = lambda spot: {}
-    # What was said, as (messages, tool errors); None: nothing is stored but columns.
+    # What was said, as (messages, steps, more of the state); None: only columns are stored.
     talk: Callable[[Spot, float | None], Any] | None = None
     # Held-out means by step, with the half width of their interval.
     held_out: Mapping[int, float] = field(default_factory=dict)
@@ -193,7 +193,7 @@ def _row(course: Course, spot: Spot, reward: float | None, metrics: Mapping[str,
     }
     if course.talk is None:
         return StoredRollout(request_id=f"{name}/{spot.index}", **known | columns)
-    messages, steps, errors = course.talk(spot, reward)
+    messages, steps, more = course.talk(spot, reward)
     request = rt.RolloutRequest(
         request_id=f"{name}/{spot.index}",
         env_id="sums",
@@ -213,7 +213,7 @@ def _row(course: Course, spot: Spot, reward: float | None, metrics: Mapping[str,
         metrics=dict(metrics),
         completion=messages,
         is_completed=True,
-        tool_errors=errors,
+        **more,
     )
     (row,) = encode_result(rt.RolloutResult(request, (state,), None, 1))
     if steps:
@@ -252,7 +252,7 @@ def _call(
 
 def says(text: Callable[[Spot, float | None], str]) -> Any:
     """Return a talk of one answer."""
-    return lambda spot, reward: ([_said(text(spot, reward))], [], [])
+    return lambda spot, reward: ([_said(text(spot, reward))], [], {})
 
 
 def calls_tool(raises: Callable[[Spot], bool], error: str = "RuntimeError") -> Any:
@@ -268,7 +268,7 @@ def calls_tool(raises: Callable[[Spot], bool], error: str = "RuntimeError") -> A
             _said("5"),
         ]
         late = {"tool": "search", "type": error, "message": "m", "traceback": "t"}
-        return messages, [], [late] if bad else []
+        return messages, [], {"tool_errors": [late] if bad else []}
 
     return talk
 
@@ -287,7 +287,17 @@ def two_calls(second: Callable[[Spot], tuple[list[int], list[Any]]]) -> Any:
             _call([1, 2, 3, 4], THOUGHT + SPOKEN, [question], first),
             _call(ids, [50, 33], messages, _said("5"), turn=1),
         ]
-        return [first, more, _said("5")], steps, []
+        return [first, more, _said("5")], steps, {}
+
+    return talk
+
+
+def runs_program(status: Callable[[Spot], int]) -> Any:
+    """Return a talk of a program that ends with a status."""
+
+    def talk(spot: Spot, reward: float | None) -> Any:
+        program = {"ended": "exit", "exit_status": status(spot), "signal": None, "stderr": "..."}
+        return [_said("5")], [], {"program": program}
 
     return talk
 
@@ -442,6 +452,9 @@ FAULTS: Mapping[str, Fault] = {
             talk=calls_tool(lambda s: s.step > 10),
             columns=lambda s: {"num_calls": 2},
         ),
+    ),
+    "program_fails": Fault(
+        ("programs",), Course(groups=3, size=4, talk=runs_program(lambda s: int(s.step > 10)))
     ),
     "tool_late": Fault(
         ("timeouts",),
@@ -811,6 +824,11 @@ HEALTHY: Mapping[str, Course] = {
         groups=3,
         size=4,
         talk=calls_tool(lambda s: s.draw.random() < 0.9 * (1 - s.t) ** 2, "ToolArgumentError"),
+    ),
+    "program_is_learned": Course(
+        groups=3,
+        size=4,
+        talk=runs_program(lambda s: int(s.draw.random() < 0.9 * (1 - s.t) ** 2)),
     ),
     "sliding_window": Course(
         groups=3,

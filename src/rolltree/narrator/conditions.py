@@ -211,6 +211,22 @@ def tools(facts: Facts) -> Cases:
         }
 
 
+def programs(facts: Facts) -> Cases:
+    """Find programs that fail in most rollouts at the end, and are scored all the same."""
+    flags = [bool(each.program_failure) for each in facts.looked]
+    if sum(flags) < 3:
+        return
+    late, share, before, words = _since_among(facts.looked, flags)
+    if share >= 0.5 and share >= before and len(late) >= 3:
+        kinds = Counter(each.program_failure for each in late)
+        yield {
+            "percent": percent(share),
+            "how": short(kinds.most_common(1)[0][0]),
+            "since": words,
+            **shown_rollouts([each.rollout for each in late]),
+        }
+
+
 def same_answer(facts: Facts) -> Cases:
     """Find identical answers to different questions."""
     said = [each for each in facts.looked if each.answer and not each.tool_errors]
@@ -281,7 +297,10 @@ def scoring(facts: Facts) -> Cases:
     """Find reward functions and environments that raise, since the rollouts are scored."""
     found: dict[str, list[tuple[StoredRollout, str]]] = defaultdict(list)
     for looked in facts.looked:
+        first: dict[str, str] = {}  # several cleanups may raise in one rollout
         for function, message in looked.scoring_errors:
+            first.setdefault(function, message)
+        for function, message in first.items():
             found[function].append((looked.rollout, message))
     for function, raised in found.items():
         yield {

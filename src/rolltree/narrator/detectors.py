@@ -319,6 +319,19 @@ DETECTORS: Mapping[str, Detector] = {
         condition=conditions.tools,
         sentence="The tool {tool} raises {error} in {percent} of rollouts{since}.",
         severity="error",
+        advice="The model is told, and the rollouts count: if their calls do not explain it, fix "
+        "the tool.",
+        page="first-hour.md#something-fails",
+        view="rollout",
+        shows=(*_ONE_ROLLOUT, "phase"),
+    ),
+    "programs": Detector(
+        condition=conditions.programs,
+        sentence="The program {how} in {percent} of rollouts{since}.",
+        severity="error",
+        advice="The rollouts count with what they earned: if no answer explains it, read stderr in "
+        "state['program'] and fix the program.",
+        page="gateway.md#a-reward-or-a-failed-rollout",
         view="rollout",
         shows=(*_ONE_ROLLOUT, "phase"),
     ),

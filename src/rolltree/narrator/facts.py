@@ -63,6 +63,8 @@ class Looked:
     tool_errors: tuple[tuple[str, str], ...] = ()
     # The number of tool messages.
     num_tools: int = 0
+    # How its program failed; empty if it did not, or if there is none.
+    program_failure: str = ""
     # Call, position and cause.
     breaks: tuple[tuple[int, int, str], ...] = ()
     # The number of calls after the first.
@@ -297,8 +299,21 @@ def _looked_at(rollout: StoredRollout, row: StoredRollout, breaks: Breaks | None
             if each["previous_call"] is not None
         ),
         num_tools=sum(each.get("role") == "tool" for each in conversation_of(state)[1]),
+        program_failure=_program_failure(state),
         num_later_calls=max(0, row.num_calls - 1) if breaks is not None else 0,
     )
+
+
+def _program_failure(state: State) -> str:
+    program = state.get("program")
+    if not isinstance(program, Mapping):
+        return ""
+    error, status, number = (program.get(name) for name in ("error", "exit_status", "signal"))
+    if isinstance(error, Mapping):
+        return f"raised {error.get('type')}"
+    if number:
+        return f"was ended by signal {number}"
+    return f"ended with status {status}" if status else ""
 
 
 def _cause(state: State, broken: Mapping[str, Any]) -> str:
