@@ -53,8 +53,9 @@ def test_it_is_killed_in_time_and_the_next_conversation_is_rendered(source):
     before_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(TemplateLimitError, match="stopped"):
         template.render([user("a"), user("b")])
-    # What was killed has used its limit, and starting it once a little more.
-    assert children_cpu_s() - before_s < LIMIT_S + 2.0
+    # What was killed has used its limit, and starting it a little more, on a busy machine some
+    # seconds. Left alone, each takes minutes.
+    assert children_cpu_s() - before_s < LIMIT_S + 10.0
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kib < 64 * 1024
     template.time_limit_s = 60.0
     assert template.render([user("after")]) == "after"
