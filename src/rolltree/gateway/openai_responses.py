@@ -15,20 +15,17 @@ from typing import Any
 
 from rolltree.gateway.calls import AgentAnswer, AgentCall, AnswerDelta, AnswerHead
 from rolltree.gateway.failures import Failure
+from rolltree.gateway.field_table import fields_at
 from rolltree.gateway.fields import (
-    NO_EFFECT,
     READ,
     Field,
+    FieldsRead,
     disobeyed,
     each,
     flag,
     model_in,
-    only,
-    passed,
     read_fields,
     read_part,
-    sampling,
-    settings,
     tools_in,
     unknown_field,
 )
@@ -59,27 +56,7 @@ from rolltree.gateway.tools import (
 from rolltree.values.types import ChatMessage, SamplingParams, ToolSchema
 from rolltree.web.guard import RequestError
 
-_KEPT_HERE = "a session keeps its responses only. Send input, or previous_response_id"
-RESPONSE_FIELDS: dict[str, Field] = {
-    **each("model input instructions previous_response_id stream stream_options", READ),
-    **each("tools tool_choice text reasoning include metadata store max_tool_calls", READ),
-    **each("user safety_identifier prompt_cache_key prompt_cache_options", READ),
-    **settings("temperature top_p"),
-    "max_output_tokens": sampling("max_tokens"),
-    "parallel_tool_calls": passed(True),
-    **each("service_tier prompt_cache_retention client_metadata", NO_EFFECT),
-    "background": only(False, why="a response is sampled while its request waits"),
-    "background_options": READ,
-    # An input that is too long is refused, never cut.
-    "truncation": NO_EFFECT,
-    "top_logprobs": only(0, why="chat/completions gives logprobs, of sampled tokens"),
-    "conversation": only(why=_KEPT_HERE),
-    "prompt": only(why="the gateway keeps no prompt templates. Send instructions and input"),
-    "context_management": only([], why="the gateway compacts nothing; the agent may"),
-    "moderation": only(why="the gateway moderates nothing"),
-    "image": only({}, why="only text can be recorded as tokens"),
-    "access_programs": only({}, why="there are none here"),
-}
+RESPONSE_FIELDS = fields_at("responses")
 # Fields of items from hosted tools and images, which never occur here; and the encrypted reasoning.
 _INCLUDABLE = (
     ENCRYPTED,
@@ -114,25 +91,7 @@ _SETTINGS = {"temperature": "temperature", "top_p": "top_p", "max_output_tokens"
 _TOOL_FIELDS = ("name", "description", "parameters", "strict")
 _CUSTOM_FIELDS = ("name", "description", "format")
 _NAMESPACE_FIELDS = ("name", "description", "tools")
-# The fields of nested objects.
-_REASONING: dict[str, Field] = {
-    "effort": passed(name="reasoning_effort"),
-    # No model shortens the reasoning, so every summary is the whole of it.
-    **each("summary generate_summary", READ),
-    "context": only("auto", why="the model's template decides which reasoning it sees again"),
-    "mode": only("standard", why="the gateway has one mode"),
-}
-_TEXT: dict[str, Field] = {"format": READ, "verbosity": passed()}
 _FORMAT: dict[str, Field] = each("type name description schema strict", READ)
-_CACHE: dict[str, Field] = {
-    **each("mode ttl", NO_EFFECT),
-    "prewarm": only(False, why="every request samples an answer; prompts are not read in advance"),
-}
-_BACKGROUND: dict[str, Field] = {
-    "completion_window": only("soonest", why="a response is sampled while its request waits"),
-    "continuation_id": NO_EFFECT,
-}
-_STREAM: dict[str, Field] = each("include_obfuscation", NO_EFFECT)
 _RESPONSE_ID = re.compile(r"resp_(.+)")
 
 
@@ -141,9 +100,9 @@ _RESPONSE_ID = re.compile(r"resp_(.+)")
 
 def read_responses(body: Mapping[str, Any], session: Answering) -> AgentCall:
     """Return the call that a body of `responses` asks for."""
-    given, asked = read_fields(body, RESPONSE_FIELDS)
-    _, reasoning = read_part(given.get("reasoning", {}), _REASONING, "reasoning")
-    text, style = read_part(given.get("text", {}), _TEXT, "text")
+    given, asked, notes = read_fields(body, RESPONSE_FIELDS)
+    _, reasoning, wished = _part(given, "reasoning")
+    text, style, _ = _part(given, "text")
     passed_on = {**reasoning.extra, **style.extra, **_response_format(text.get("format", {}))}
     asked = replace(asked, extra={**asked.extra, **passed_on})
     offered = _Tools(given)
@@ -161,8 +120,12 @@ def read_responses(body: Mapping[str, Any], session: Answering) -> AgentCall:
             **_options(body, given, session.sampling_for(asked), session.keeps_answers),
             **offered.options,
         },
-        notes={**offered.notes, **chosen.notes},
+        notes={**notes, **wished, **offered.notes, **chosen.notes},
     )
+
+
+def _part(given: Mapping[str, Any], name: str) -> FieldsRead:
+    return read_part(given.get(name, {}), fields_at("responses", name), name)
 
 
 def _options(
@@ -196,7 +159,7 @@ def _given_in(given: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def _response_format(value: object) -> dict[str, Any]:
-    wanted, _ = read_part(value, _FORMAT, "text.format")
+    wanted = read_part(value, _FORMAT, "text.format").given
     match wanted:
         case {"type": "json_object"}:
             return {"response_format": {"type": "json_object"}}
@@ -278,9 +241,8 @@ def _chat_choice(choice: object) -> object:
 
 def _check_rest(given: Mapping[str, Any]) -> None:
     """Check the fields that change nothing here: values that ask for more are refused."""
-    read_part(given.get("stream_options", {}), _STREAM, "stream_options")
-    read_part(given.get("prompt_cache_options", {}), _CACHE, "prompt_cache_options")
-    read_part(given.get("background_options", {}), _BACKGROUND, "background_options")
+    for name in ("stream_options", "prompt_cache_options", "background_options"):
+        _part(given, name)
     include = given.get("include", [])
     for name in include if isinstance(include, list) else [include]:
         if not isinstance(include, list) or name not in _INCLUDABLE:
