@@ -94,7 +94,7 @@ async def test_responses_like_those_of_codex_are_one_path():
         *("reasoning.summary", "truncation"),
     }
     # Each is noted once.
-    assert [len(names) for names in kept] == [6, 0, 0, 0]
+    assert [len(names) for names in kept] == [8, 0, 0, 0]
     assert all(dict(call.sampling.extra) == {} for call in client.calls)
 
 

@@ -385,6 +385,7 @@ ROWS: tuple[Row, ...] = (
         "passed",
         "done by the engines and servers that can, and refused by the others",
         openai=_rest("shaping", "answer", "hint"),
+        responses="presence_penalty frequency_penalty",
     ),
 )
 """Every field that a protocol knows."""

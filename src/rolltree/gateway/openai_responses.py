@@ -14,7 +14,7 @@ from reprlib import repr as shown
 from typing import Any
 
 from rolltree.gateway.calls import AgentAnswer, AgentCall, AnswerDelta, AnswerHead
-from rolltree.gateway.failures import Failure
+from rolltree.gateway.failures import Failure, openai_error
 from rolltree.gateway.field_table import fields_at
 from rolltree.gateway.fields import (
     READ,
@@ -77,6 +77,9 @@ _REPEATED: dict[str, Any] = {
     "prompt_cache_key": None,
     "temperature": 1.0,
     "top_p": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "top_logprobs": 0,
     "parallel_tool_calls": True,
     "tool_choice": "auto",
     "tools": [],
@@ -140,18 +143,28 @@ def _options(
         # What is not kept cannot be read from a reference, which "encrypted" reasoning is here.
         include = [name for name in given.get("include", []) if name != ENCRYPTED]
         repeated |= {"store": False, "include": include}
-    effort = obeyed.extra.get("reasoning_effort")
+    repeated["tools"] = [_shown_tool(tool) for tool in given.get("tools", [])]
+    effort, text = obeyed.extra.get("reasoning_effort"), _given_in(given, "text")
+    if text.get("format", {}).get("type") == "json_schema":
+        text["format"] = {"description": None, "strict": False, **text["format"]}
     return {
         "object": "response",
         **{
             name: _REPEATED[name] if repeated[name] is None else repeated[name] for name in repeated
         },
-        "text": {"format": {"type": "text"}, **_given_in(given, "text")},
+        "text": {"format": {"type": "text"}, **text},
         "reasoning": {"summary": None, **_given_in(given, "reasoning"), "effort": effort},
         "background": False,
         "truncation": "disabled",
         "service_tier": "default",
     }
+
+
+def _shown_tool(tool: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a tool as a response shows it: a function with all fields that it has in the API."""
+    if tool["type"] != "function":
+        return tool
+    return {**dict.fromkeys(_TOOL_FIELDS), **tool}
 
 
 def _given_in(given: Mapping[str, Any], name: str) -> dict[str, Any]:
@@ -292,6 +305,8 @@ def _finished(answer: AgentAnswer, options: Mapping[str, Any]) -> dict[str, Any]
     body = _response(answer.head, options, last_status(answer), output_items(answer, options))
     if answer.finish_reason in CUT_REASONS:
         body["incomplete_details"] = {"reason": CUT_REASONS[answer.finish_reason]}
+    else:
+        body["completed_at"] = answer.head.created_s + int(answer.response.time_s)
     num_read, num_sampled = answer.num_prompt_tokens, answer.num_completion_tokens
     cached = {"cached_tokens": answer.num_cached_tokens, "cache_write_tokens": 0}
     body["usage"] = {
@@ -310,6 +325,7 @@ def _response(
     return {
         "id": f"resp_{head.id}",
         "created_at": head.created_s,
+        "completed_at": None,
         "status": status,
         "error": None,
         "incomplete_details": None,
@@ -397,7 +413,9 @@ class ResponseEvents:
     def fail(self, failure: Failure) -> Iterable[bytes]:
         """Return the error, and the response with the items so far."""
         told = {"code": failure.code, "message": failure.message, "param": failure.param}
-        yield self._event("error", **told)
+        # The official client reads the fields of the event, the open specification its `error`.
+        kind = openai_error(failure)["error"]["type"]
+        yield self._event("error", **told, error={"type": kind, **told})
         unfinished = self._item("incomplete")
         output = [*self._done, *([] if unfinished is None else [unfinished])]
         response = _response(self._head, self._options, "failed", output)

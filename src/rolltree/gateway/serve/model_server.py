@@ -323,6 +323,7 @@ class ServedModel:
             self.logprobs_of(output),
             output.versions,
             call.sampling.temperature,
+            time_s=max(time.time() - head.created_s, 0.0),
             routed_experts=output.routed_experts,
         )
         return AgentAnswer(
