@@ -420,7 +420,8 @@ class MessageEvents:
     def begin(self, head: AnswerHead) -> Iterable[bytes]:
         """Return the event with the message, which is still empty."""
         self._head = head
-        return [_event("message_start", message=_head(head) | {"usage": _usage(None)})]
+        usage = _usage(None) | {"input_tokens": head.num_prompt_tokens or 0}
+        return [_event("message_start", message=_head(head) | {"usage": usage})]
 
     def delta(self, delta: AnswerDelta) -> Iterable[bytes]:
         """Yield the events of blocks that begin, continue or end."""

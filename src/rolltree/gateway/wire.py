@@ -302,7 +302,8 @@ class EventStream(Response):
                 done, _ = await asyncio.wait((coming,), timeout=PING_S)
                 part = coming.result() if done else None
                 if not self._has_begun:
-                    await self._begin(writer.begin(head), send)
+                    size = None if part is None else part.num_prompt_tokens
+                    await self._begin(writer.begin(replace(head, num_prompt_tokens=size)), send)
                 if not done:
                     await self._send(send, self._protocol.ping)
                     continue

@@ -447,4 +447,5 @@ class _Streamed:
         self.content.append(content)
         ids, values = np.array([token.id], np.int32), self._served.logprobs_of(token)
         tokens = DeltaTokens(ids, values, self.prompt, self._served.renderer.decode)
-        return AnswerDelta(reasoning, content, (), self.index, tokens)
+        size = len(self.prompt)
+        return AnswerDelta(reasoning, content, (), self.index, tokens, size)
