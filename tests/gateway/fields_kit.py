@@ -222,14 +222,6 @@ BASES = {
 """The request to which one field is added."""
 
 
-def cases():
-    """Yield a path, the name of a field, and a value, for all of them."""
-    for path, fields in VALUES.items():
-        for name, values in fields.items():
-            for value in values:
-                yield path, name, value
-
-
 def request_with(path, name, value):
     """Return the request that has the field; beside it stands only what it is worthless without."""
     body = {**BASES[path], name: value}

@@ -10,6 +10,7 @@ from gateway_kit import openai_agent
 import rolltree as rt
 from rolltree.gateway.field_table import ROWS, fields_at
 from rolltree.inference.client_base import DelegatingClient
+from rolltree.inference.request_fields import FIELDS
 from rolltree.values.errors import ConfigError
 
 # What asks for the default in other words, and what changes the form of the answer alone.
@@ -54,6 +55,8 @@ def test_the_values_are_of_every_field_of_the_official_requests():
 
 
 def test_every_field_has_a_class_and_a_reason():
+    wishes = {name for name, field in FIELDS.items() if field.kind == "hint"}
+    assert wishes <= fields_at("chat/completions").keys()
     seen = set()
     for row in ROWS:
         assert row.why
@@ -87,7 +90,7 @@ async def test_every_field_is_answered_or_refused_for_its_reason(path):
 
 
 async def check_field(gateway, path, name, values):
-    """Send a field alone with each of its values, of which the first is the API's default."""
+    """Send a field alone with each of its values; the first is the API's default."""
     as_default, field = None, fields_at(path)[name]
     for value in values:
         gateway.client.asked.clear()
@@ -103,7 +106,7 @@ async def check_field(gateway, path, name, values):
             if field.effect == "changes" and name not in FORM and not is_same and not notes:
                 assert asked != as_default, f"{what}, but it is ignored"
             continue
-        # An id of another session is unknown, which is no matter of fields.
+        # The id of a response that another session gave is unknown: the field is not at fault.
         assert response.status_code == (404 if name == "previous_response_id" else 400), what
         assert value not in (values[0], *field.values), what
         assert any(part.effect == "changes" for _, part, _ in parts_of(path, name, value)), what

@@ -104,7 +104,7 @@ def read_messages(body: Mapping[str, Any], session: Answering) -> AgentCall:
     """Return the call that a body of `messages` asks for."""
     given, asked, notes = read_fields(body, FIELDS)
     _check_context(given)
-    tools, choice, left_out = _tools_and_choice(given)
+    tools, choice, of_tools = _tools_and_choice(given)
     output, thinking = _output(given), _part(given, "thinking").notes
     messages = _history(given.get("messages"))
     if system := _system(given.get("system")):
@@ -116,7 +116,7 @@ def read_messages(body: Mapping[str, Any], session: Answering) -> AgentCall:
         tools=tools,
         stream=flag(given, "stream"),
         options={"thinking": _thinking(given.get("thinking", {}))},
-        notes={**notes, **output.notes, **thinking, **left_out},
+        notes={**notes, **output.notes, **thinking, **of_tools},
     )
 
 

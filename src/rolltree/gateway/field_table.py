@@ -64,11 +64,11 @@ def _row(
     return Row(effect, why, fields)
 
 
-def _rest(*kinds: str) -> str:
-    """Return the names of `FIELDS` of these kinds that no row before has."""
+def _rest() -> str:
+    """Return the names of `FIELDS` that change the answer, and that no row of `_FIRST` has."""
     known = {name for row in _FIRST for path, name in row.fields if path in (CHAT, TEXT)}
-    names = (name for name, field in FIELDS.items() if field.kind in kinds)
-    return " ".join(name for name in names if name not in known | _UNREAD | {"tool_choice"})
+    names = (name for name, field in FIELDS.items() if field.kind in ("shaping", "answer"))
+    return " ".join(name for name in names if name not in known | _UNREAD)
 
 
 _FIRST = (
@@ -384,7 +384,7 @@ ROWS: tuple[Row, ...] = (
         "changes",
         "passed",
         "done by the engines and servers that can, and refused by the others",
-        openai=_rest("shaping", "answer", "hint"),
+        openai=_rest(),
         responses="presence_penalty frequency_penalty",
     ),
 )

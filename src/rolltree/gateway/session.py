@@ -374,6 +374,8 @@ class GatewaySession:
         finally:
             task.cancel()
             await asyncio.wait((task,))
+            # Nobody is left who would be told of its failure.
+            _ = task.cancelled() or task.exception()
 
     async def _stream(
         self, call: AgentCall, origin: CallOrigin, index: int = 0

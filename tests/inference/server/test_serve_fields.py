@@ -27,6 +27,7 @@ from rolltree.gateway.openai_chat import (
     read_text,
     version_spans,
 )
+from rolltree.gateway.openai_responses import RESPONSES
 from rolltree.gateway.serve.app import ServerOptions
 from rolltree.gateway.serve.model_server import ServedModel
 from rolltree.inference.chat import ChatRenderer
@@ -95,12 +96,22 @@ class _Caller(_NoEngine):
 
     ids = np.frombuffer(b'Both.<tool_call>{"name": "f", "arguments": {}}</tool_call>' * 2, np.uint8)
 
-    def submit(self, request: Any, tell: Any) -> Future[EngineOutput]:
+    def submit(self, request: Any, tell: Any = None) -> Future[EngineOutput]:
         ids, values = self.ids.astype(np.int32), np.zeros(len(self.ids), np.float32)
         output = EngineOutput(ids, values, ids * 0, FinishReason.STOP, None, 3, 0, 0.0, values)
         done: Future[EngineOutput] = Future()
         done.set_result(output)
         return done
+
+
+async def test_a_hint_that_nothing_follows_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    served = ServedModel(_Caller(), RENDERER, "m")  # type: ignore[arg-type]
+    body = {"input": "?", "truncation": "auto"}
+    for _ in range(2):
+        await served.answers(RESPONSES.read(body, served), CallOrigin())
+    said = [text for text in caplog.messages if "truncation" in text]
+    assert len(said) == 1
+    assert "'auto' was asked for; an input that is too long is refused" in said[0]
 
 
 async def test_each_tool_call_of_a_stream_has_its_own_chunk() -> None:
