@@ -180,8 +180,16 @@ async def test_a_session_returns_the_ids_that_it_records():
         choices = [chunk.choices[0] async for chunk in chunks]
         sampled = s.trajectory[-1]["tokens"]["completion_ids"]
         assert [i for choice in choices for i in choice.token_ids] == sampled
-        with pytest.raises(openai.BadRequestError, match="several answers are not streamed"):
-            await agent.completions.create(model="m", prompt=["a", "b"], stream=True)
+        chunks = await agent.completions.create(
+            model="m", prompt=["a", "b"], stream=True, extra_body=ids
+        )
+        streamed = {0: ([], []), 1: ([], [])}
+        async for chunk in chunks:
+            choice = chunk.choices[0]
+            streamed[choice.index][0].extend(getattr(choice, "prompt_token_ids", None) or ())
+            streamed[choice.index][1].extend(choice.token_ids)
+        assert [prompt for prompt, _ in streamed.values()] == [[97], [98]]
+        assert all(completion == sampled for _, completion in streamed.values())
 
 
 async def test_models():

@@ -130,20 +130,27 @@ class CallOrigin:
 
 @dataclass(frozen=True, slots=True)
 class AnswerHead:
-    """The part of an answer that is known before sampling. Protocols put a prefix before `id`."""
+    """The part of an answer that is known before sampling. Protocols put a prefix before `id`.
+
+    `num_prompt_tokens` is known at the start of a stream, if a client tells it.
+    """
 
     id: str
     model: str
     created_s: int
+    num_prompt_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class DeltaTokens:
-    """The tokens of a delta, int32 and float32 `[_T]`, after the prompt's ids, int32 `[_P]`."""
+    """The tokens of a delta, int32 and float32 `[_T]`, after the prompt's ids, int32 `[_P]`.
+
+    Without the prompt's ids, the finished answer has them.
+    """
 
     ids: IntArray
     logprobs: FloatArray
-    prompt_ids: IntArray
+    prompt_ids: IntArray | None
     decode: Callable[[list[int]], str] = field(repr=False)
 
 
@@ -160,6 +167,7 @@ class AnswerDelta:
     tool_calls: tuple[ChatMessage, ...] = ()
     index: int = 0
     tokens: DeltaTokens | None = None
+    num_prompt_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

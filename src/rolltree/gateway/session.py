@@ -32,8 +32,10 @@ from rolltree.gateway.calls import (
     AnswerHead,
     CallOrigin,
     Connection,
+    DeltaTokens,
     without_hints,
 )
+from rolltree.gateway.fields import checked_names
 from rolltree.gateway.journal import JournalFile, KeptCall, KeptSession
 from rolltree.gateway.messages import chat_messages
 from rolltree.inference.call import ModelCall
@@ -136,6 +138,8 @@ class GatewaySession:
         seed: the seed from which every call's is derived; a seed that the agent asks for is mixed
             with it.
         limits: the most that it may use.
+        drop_fields: names of fields that are taken out of its requests, and noted
+            (`reasoning.context` is a field of the object `reasoning`).
         info: JSON data to keep with the session.
         opened_s: when it was opened, in seconds since the epoch.
         journal: the file that finished calls are written to.
@@ -156,6 +160,7 @@ class GatewaySession:
         sampling: SamplingArgs | SamplingParams | None = None,
         seed: int | None = None,
         limits: SessionLimits = NO_LIMITS,
+        drop_fields: Sequence[str] = (),
         info: Mapping[str, Any] | None = None,
         opened_s: float | None = None,
         journal: JournalFile | None = None,
@@ -177,7 +182,7 @@ class GatewaySession:
             else dict(sampling or {})
         )
         merge_sampling(self.sampling, None)  # raises now rather than in every call
-        self.seed = seed
+        self.seed, self.drop_fields = seed, checked_names(drop_fields)
         self.opened_s = time.time() if opened_s is None else opened_s
         self.state = new_state(session_id, self.opened_s) if state is None else state
         self.ended: TruncationReason | None = None
@@ -281,6 +286,7 @@ class GatewaySession:
             "sampling": self.sampling,
             "seed": self.seed,
             "limits": asdict(self.limits),
+            "drop_fields": self.drop_fields,
             "info": self.info,
             "opened_s": self.opened_s,
         }
@@ -328,37 +334,54 @@ class GatewaySession:
         """Answer a call that may ask for several answers; raises as `complete` does."""
         if call.num_answers == 1:
             return [await self.complete(call, origin)]
-        # Each answer is a separate call, and a repeated request finds each of them again.
-        origins = [
-            replace(
-                origin,
-                key=None if origin.key is None else f"{origin.key}#{index}",
-                digest=hashlib.blake2b(
-                    origin.digest + bytes([index % 256]), digest_size=16
-                ).digest(),
-            )
-            for index in range(call.num_answers)
-        ]
-        return await side_by_side(
-            [self.complete(each, own) for each, own in zip(call.singles(), origins, strict=True)]
-        )
+        calls = zip(call.singles(), _origins(call, origin), strict=True)
+        return await side_by_side([self.complete(each, own) for each, own in calls])
 
     async def stream(
         self, call: AgentCall, origin: CallOrigin | None = None
     ) -> AsyncGenerator[AnswerHead | AnswerDelta | AgentAnswer, None]:
         """Yield the head of the answer, its deltas as they are sampled, and the whole answer.
 
-        The deltas and the answer's `rest` add up to the message. Closing the generator cancels the
-        sampling, as in `complete`.
+        The deltas and the answer's `rest` add up to the message. Several answers are sampled side
+        by side, and have the head of the first. Closing the generator cancels the sampling, as in
+        `complete`.
 
         Raises:
             RequestError, ModelError, StoreError: as in `complete`.
         """
-        if call.num_answers > 1:
-            raise RequestError(
-                "several answers are not streamed. Ask without stream, or several times.", param="n"
-            )
-        flight = self._begin(call, origin or CallOrigin())
+        origin = origin or CallOrigin()
+        if call.num_answers == 1:
+            async with contextlib.aclosing(self._stream(call, origin)) as parts:
+                async for part in parts:
+                    yield part
+            return
+        coming: asyncio.Queue[AnswerHead | AnswerDelta | AgentAnswer | None] = asyncio.Queue()
+
+        async def follow(index: int, each: AgentCall, own: CallOrigin) -> None:
+            async with contextlib.aclosing(self._stream(each, own, index)) as parts:
+                async for part in parts:
+                    if not (index and isinstance(part, AnswerHead)):
+                        coming.put_nowait(part)
+
+        calls = zip(call.singles(), _origins(call, origin), strict=True)
+        work = [follow(index, *pair) for index, pair in enumerate(calls)]
+        task = asyncio.ensure_future(side_by_side(work))
+        task.add_done_callback(lambda _: coming.put_nowait(None))
+        try:
+            while (known := await coming.get()) is not None:
+                yield known
+            await task
+        finally:
+            task.cancel()
+            await asyncio.wait((task,))
+            # Nobody is left who would be told of its failure.
+            _ = task.cancelled() or task.exception()
+
+    async def _stream(
+        self, call: AgentCall, origin: CallOrigin, index: int = 0
+    ) -> AsyncGenerator[AnswerHead | AnswerDelta | AgentAnswer, None]:
+        """Yield the parts of one answer, which is the request's answer at `index`."""
+        flight = self._begin(call, origin)
         reasoning = content = ""
         with self._waiting(flight):
             yield flight.head
@@ -369,12 +392,13 @@ class GatewaySession:
                     num_seen += 1
                     reasoning += delta.reasoning
                     content += delta.content
-                    yield delta
+                    yield replace(delta, index=index) if index else delta
                 if flight.task is None or flight.task.done():
                     break
                 flight.progress.clear()
                 await flight.progress.wait()
-            yield (await self._answer(flight)).after(reasoning, content)
+            answer = replace(await self._answer(flight), index=index)
+            yield answer.after(reasoning, content)
 
     def delivered(self, answer: AgentAnswer) -> None:
         """Note that an answer was sent in full, so that an equal request is a new call."""
@@ -627,8 +651,13 @@ class GatewaySession:
             prompt = self._interned(prompt)
 
         def listen(delta: ChatMessage) -> None:
-            new = AnswerDelta(delta.get("reasoning_content") or "", delta.get("content") or "")
-            if new.reasoning or new.content:
+            new = AnswerDelta(
+                delta.get("reasoning_content") or "",
+                delta.get("content") or "",
+                tokens=self._tokens_in(delta),
+                num_prompt_tokens=delta.get("num_prompt_tokens"),
+            )
+            if new.reasoning or new.content or new.tokens is not None:
                 flight.deltas.append(new)
                 flight.progress.set()
 
@@ -642,6 +671,7 @@ class GatewaySession:
             round(now - self._began_s, 6),
             now,
             on_delta=listen if call.stream else None,
+            reports_tokens=bool(call.options.keys() & {"logprobs", "token_ids"}),
         )
         response = self._with_own_ids(await asked.to(self._client), flight.head.id)
         # Agents send the same fields with every call; the first that has one keeps its note.
@@ -651,6 +681,15 @@ class GatewaySession:
         # From here on it cannot be cancelled: sampled tokens are recorded, even if no caller waits.
         flight.is_sampled = True
         return await self._keep(flight, call, prompt, response)
+
+    def _tokens_in(self, delta: ChatMessage) -> DeltaTokens | None:
+        tokens = delta.get("tokens")
+        if not tokens or self._decode is None:
+            return None
+        ids, values = zip(*tokens, strict=True)
+        return DeltaTokens(
+            np.array(ids, np.int32), np.array(values, np.float32), None, self._decode
+        )
 
     def sampling_for(self, asked: SamplingParams) -> SamplingParams:
         """Return an agent's settings, overridden by the session's."""
@@ -890,6 +929,18 @@ class GatewaySession:
                 self._seeds.next(None)
         if self.journal is not None:
             self.journal.publish()
+
+
+def _origins(call: AgentCall, origin: CallOrigin) -> list[CallOrigin]:
+    """Return the origin of each answer, which is a call of its own: a repeated request finds it."""
+    return [
+        replace(
+            origin,
+            key=None if origin.key is None else f"{origin.key}#{index}",
+            digest=hashlib.blake2b(origin.digest + bytes([index % 256]), digest_size=16).digest(),
+        )
+        for index in range(call.num_answers)
+    ]
 
 
 def _content_digest(value: object) -> bytes:

@@ -49,15 +49,17 @@ class ModelCall:
     sent_s: float = 0.0
     began_s: float = 0.0
     # Called in the event loop with the new part of the answer's message, as OpenAI's `delta`, by
-    # clients that see tokens while they are sampled. Other clients never call it.
+    # clients that see tokens while they are sampled. Other clients never call it. The delta has
+    # `num_prompt_tokens` if it is known and, with `reports_tokens`, `tokens`: (id, logprob) pairs.
     on_delta: Callable[[ChatMessage], None] | None = None
+    reports_tokens: bool = False
 
     def with_prompt(self, prompt: Messages) -> ModelCall:
         """Return the same call with a different prompt."""
         # Not `replace`, which is slow: this runs for every call of every rollout.
         return ModelCall(
             *(prompt, self.sampling, self.model, self.tools, self.message_type, self.sent_s),
-            *(self.began_s, self.on_delta),
+            *(self.began_s, self.on_delta, self.reports_tokens),
         )
 
     async def to(self, client: Any) -> ModelResponse:
@@ -90,7 +92,7 @@ class DeltaListener:
 
     def __call__(self, delta: ChatMessage) -> None:
         """Pass a delta on, unless it is empty."""
-        if delta.get("content") or delta.get("reasoning_content"):
+        if delta.get("content") or delta.get("reasoning_content") or delta.get("tokens"):
             self.has_begun = True
             self._pass_on(delta)
 

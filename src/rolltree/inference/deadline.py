@@ -208,6 +208,7 @@ class RolloutClient(DelegatingClient):
         call = ModelCall(
             *(call.prompt, sampling, model, call.tools, call.message_type, sent_s, began_s),
             on_delta=call.on_delta,
+            reports_tokens=call.reports_tokens,
         )
         if clock is None:
             return await call.to(self._inner)

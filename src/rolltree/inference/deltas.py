@@ -136,8 +136,12 @@ class TokenListener:
     this object was created.
     """
 
-    def __init__(self, renderer: ChatRenderer, call: ModelCall) -> None:
+    def __init__(
+        self, renderer: ChatRenderer, call: ModelCall, num_prompt_tokens: int | None = None
+    ) -> None:
         assert call.on_delta is not None
+        self._more = {} if num_prompt_tokens is None else {"num_prompt_tokens": num_prompt_tokens}
+        self._reports_tokens = call.reports_tokens
         self._text, self._on_delta = SettledText(renderer, call.sampling), call.on_delta
         is_chat = isinstance(call.prompt, list)
         self._deltas = (
@@ -149,12 +153,19 @@ class TokenListener:
         """Take one more token."""
         # RuntimeError: the loop is closed, so nothing listens any more.
         with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self.take, token.id)
+            self._loop.call_soon_threadsafe(self.take, token.id, token.logprob)
 
-    def take(self, token: int) -> None:
+    def take(self, token: int, logprob: float | None = None) -> None:
         """Take one more token, in the event loop."""
         text = self._text.add(token)
-        if isinstance(self._deltas, MessageDeltas):
-            self._on_delta(self._deltas.next(text))
-        elif new := self._deltas.next(text):
-            self._on_delta({"content": new})
+        new: ChatMessage = (
+            self._deltas.next(text)
+            if isinstance(self._deltas, MessageDeltas)
+            else {"content": self._deltas.next(text)}
+        )
+        # Without the logprob of one token, those after it would be taken for its own.
+        self._reports_tokens = self._reports_tokens and logprob is not None
+        if self._reports_tokens:
+            new["tokens"] = [(token, logprob)]
+        if new.get("content") or isinstance(self._deltas, MessageDeltas) or self._reports_tokens:
+            self._on_delta(new | self._more)

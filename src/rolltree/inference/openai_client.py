@@ -327,7 +327,7 @@ class OpenAIClient(RootClient[OpenAIMemory]):
         # ones.
         asked = _with_ends(sampling, session.renderer.end_ids)
         sent = prompt.ids.tolist()
-        stream = stream_of_tokens(call, session.renderer, decode_chunk)
+        stream = stream_of_tokens(call, session.renderer, decode_chunk, len(sent))
         outcome = None
         kind: MessageType = "chat"  # the token-in endpoint's logprobs have the shape of chat's
         if self.token_endpoint != "completions" and _takes_ids(sampling):

@@ -8,7 +8,7 @@ server whose chunks lack what its whole answers have gets requests without strea
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -182,7 +182,7 @@ class CompletionStream:
 
 
 def stream_of_tokens(
-    call: ModelCall, renderer: ChatRenderer, decode: DecodeChunk
+    call: ModelCall, renderer: ChatRenderer, decode: DecodeChunk, num_prompt_tokens: int
 ) -> CompletionStream | None:
     """Return the stream of a call whose answer is parsed here, from ids; None without a listener.
 
@@ -193,11 +193,14 @@ def stream_of_tokens(
     listener = DeltaListener(call.on_delta)
 
     def follow() -> Callable[[ChunkChoice], None]:
-        tokens = TokenListener(renderer, replace(call, on_delta=listener))
+        tokens = TokenListener(renderer, replace(call, on_delta=listener), num_prompt_tokens)
 
         def take(choice: ChunkChoice) -> None:
-            for token in choice.token_ids or ():
-                tokens.take(token)
+            ids = choice.token_ids or ()
+            values = _values_of(choice.logprobs) if call.reports_tokens else ()
+            are_whole = len(values) == len(ids)
+            for index, token in enumerate(ids):
+                tokens.take(token, values[index] if are_whole else None)
 
         return take
 
@@ -297,6 +300,13 @@ class CompletionPosts:
             why,
         )
         return answer
+
+
+def _values_of(logprobs: Logprobs | None) -> Sequence[float | None]:
+    """Return the logprobs of a chunk's tokens, which it has in one of two shapes."""
+    if logprobs is None:
+        return ()
+    return logprobs.token_logprobs or [each.logprob for each in logprobs.content or ()]
 
 
 def _failure_in(error: object) -> tuple[int, str]:

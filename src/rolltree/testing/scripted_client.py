@@ -110,7 +110,7 @@ class ScriptedClient(RootClient[_ScriptedMemory]):
         # with a real one.
         await asyncio.sleep(self.delay_s)
         reply = tokens_of(await memory.script.next(asked), self.renderer, call.sampling)
-        await self._stream(reply, call)
+        await self._stream(reply, call, len(prompt.ids))
         answer = Answer(
             reply.finish_reason,
             text=reply.text,
@@ -121,13 +121,13 @@ class ScriptedClient(RootClient[_ScriptedMemory]):
         )
         return tokens.complete(prompt, answer, call)
 
-    async def _stream(self, reply: ScriptedTokens, call: ModelCall) -> None:
+    async def _stream(self, reply: ScriptedTokens, call: ModelCall, num_prompt_tokens: int) -> None:
         """Report all tokens except the last one by one, as an engine does."""
         if call.on_delta is None:
             if self.token_delay_s:
                 await asyncio.sleep(self.token_delay_s * len(reply.ids))
             return
-        listener = TokenListener(self.renderer, call)
+        listener = TokenListener(self.renderer, call, num_prompt_tokens)
         for token, logprob in zip(reply.ids[:-1].tolist(), reply.logprobs.tolist(), strict=False):
             await asyncio.sleep(self.token_delay_s)
             listener.put(SampledToken(token, logprob, None, self.version))

@@ -27,6 +27,7 @@ from rolltree.gateway.openai_chat import (
     read_text,
     version_spans,
 )
+from rolltree.gateway.openai_responses import RESPONSES
 from rolltree.gateway.serve.app import ServerOptions
 from rolltree.gateway.serve.model_server import ServedModel
 from rolltree.inference.chat import ChatRenderer
@@ -95,12 +96,22 @@ class _Caller(_NoEngine):
 
     ids = np.frombuffer(b'Both.<tool_call>{"name": "f", "arguments": {}}</tool_call>' * 2, np.uint8)
 
-    def submit(self, request: Any, tell: Any) -> Future[EngineOutput]:
+    def submit(self, request: Any, tell: Any = None) -> Future[EngineOutput]:
         ids, values = self.ids.astype(np.int32), np.zeros(len(self.ids), np.float32)
         output = EngineOutput(ids, values, ids * 0, FinishReason.STOP, None, 3, 0, 0.0, values)
         done: Future[EngineOutput] = Future()
         done.set_result(output)
         return done
+
+
+async def test_a_hint_that_nothing_follows_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    served = ServedModel(_Caller(), RENDERER, "m")  # type: ignore[arg-type]
+    body = {"input": "?", "truncation": "auto"}
+    for _ in range(2):
+        await served.answers(RESPONSES.read(body, served), CallOrigin())
+    said = [text for text in caplog.messages if "truncation" in text]
+    assert len(said) == 1
+    assert "'auto' was asked for; an input that is too long is refused" in said[0]
 
 
 async def test_each_tool_call_of_a_stream_has_its_own_chunk() -> None:
@@ -221,8 +232,7 @@ async def test_true_is_not_one_and_zero_is_not_false(body: dict[str, Any]) -> No
 
 
 def test_a_number_may_be_written_with_a_point() -> None:
-    given, sampling = read_fields({"length_penalty": 1.0}, TEXT_FIELDS)
-    assert (given, sampling) == ({}, SamplingParams())
+    assert read_fields({"length_penalty": 1.0}, TEXT_FIELDS) == ({}, SamplingParams(), {})
 
 
 def test_null_in_stream_options_is_not_given_and_a_text_is_no_flag() -> None:

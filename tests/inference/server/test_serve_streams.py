@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+import anthropic
 import openai
 import pytest
 import uvicorn
@@ -24,6 +25,7 @@ from rolltree.values.types import ModelResponse, SamplingParams
 from rolltree.web.start import listen
 
 LONG = [{"role": "user", "content": "count"}]
+BRIEF: dict[str, Any] = {"model": "taught", "max_tokens": 5, "messages": LONG}
 
 
 @pytest.fixture(scope="module")
@@ -115,6 +117,43 @@ async def test_a_gateway_streams_and_every_turn_continues(
             assert tree.num_tokens == tree.path_len(tree.num_calls - 1)
         assert tree.num_calls == 3
     await client.aclose()
+
+
+@pytest.mark.parametrize("way", ["generate", "completions"])
+@pytest.mark.parametrize("n", [1, 2])
+async def test_a_gateway_passes_on_logprobs_and_the_size_of_the_prompt(
+    served: Served, renderer: ChatRenderer, way: str, n: int
+) -> None:
+    client = client_of(served, way, renderer)
+    async with rt.gateway(client) as g, g.session(seed=1) as s:
+        agent = openai.AsyncOpenAI(base_url=s.base_url, api_key=s.api_key, max_retries=0)
+        events = await agent.chat.completions.create(
+            model="any", messages=LONG, stream=True, max_tokens=20, logprobs=True, n=n
+        )
+        values: list[list[float]] = [[] for _ in range(n)]
+        async for event in events:
+            (choice,) = event.choices
+            new = [entry.logprob for entry in choice.logprobs.content] if choice.logprobs else []
+            assert len(new) == 1 or choice.finish_reason, "a chunk has the tokens of others"
+            values[choice.index] += new
+        recorded = [step["tokens"]["completion_logprobs"] for step in s.trajectory]
+        for streamed, kept in zip(sorted(values), sorted(map(list, recorded)), strict=True):
+            assert streamed == pytest.approx(kept)
+        await agent.close()
+        other = anthropic.AsyncAnthropic(base_url=s.root_url, api_key=s.api_key, max_retries=0)
+        said = [e async for e in await other.messages.create(**BRIEF, stream=True)]
+        assert said[0].type == "message_start"
+        assert said[0].message.usage.input_tokens == len(s.trajectory[n]["tokens"]["prompt_ids"])
+        await other.close()
+    await client.aclose()
+
+
+async def test_a_message_of_the_server_starts_with_the_size_of_its_prompt(served: Served) -> None:
+    async with anthropic.AsyncAnthropic(base_url=served.root, api_key=TOKEN) as agent:
+        events = [e async for e in await agent.messages.create(**BRIEF, stream=True)]
+        counted = await agent.messages.count_tokens(model="taught", messages=BRIEF["messages"])
+    assert events[0].type == "message_start"
+    assert events[0].message.usage.input_tokens == counted.input_tokens > 0
 
 
 @asynccontextmanager

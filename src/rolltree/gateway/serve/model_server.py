@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AsyncExitStack
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from reprlib import repr as shown
 from typing import Any, ClassVar, Literal, TypeVar
@@ -45,6 +46,7 @@ from rolltree.values.types import (
 )
 from rolltree.web.guard import RequestError
 
+logger = logging.getLogger("rolltree.gateway")
 ResultT = TypeVar("ResultT")
 ServedLogprobs = Literal["processed", "raw"]
 """Which logprobs are returned: of the distribution that was sampled from, or the model's own."""
@@ -130,6 +132,7 @@ class ServedModel:
     # -- calls, as protocols make them (`rolltree.gateway.protocol.Answering`) ---------------------
 
     keeps_answers: ClassVar[bool] = False
+    drop_fields: ClassVar[Sequence[str]] = ()
 
     @property
     def model_name(self) -> str:
@@ -186,6 +189,8 @@ class ServedModel:
     def _check(self, call: AgentCall) -> None:
         """Refuse what the engine would ignore, before the prompt is rendered."""
         self.check_model(call.model)
+        for name, why in call.notes.items():
+            _log_note(name, why)
         hints = hints_in(call.sampling.extra)
         for name, value in call.sampling.extra.items():
             if name in hints:  # the engine logs it
@@ -318,6 +323,7 @@ class ServedModel:
             self.logprobs_of(output),
             output.versions,
             call.sampling.temperature,
+            time_s=max(time.time() - head.created_s, 0.0),
             routed_experts=output.routed_experts,
         )
         return AgentAnswer(
@@ -412,6 +418,11 @@ class ServedModel:
         self._worker.shutdown(wait=False, cancel_futures=True)
 
 
+@lru_cache(256)
+def _log_note(name: str, why: str) -> None:
+    logger.warning("%s: %s", name, why)
+
+
 class _Streamed:
     """The deltas of one streamed answer."""
 
@@ -436,4 +447,5 @@ class _Streamed:
         self.content.append(content)
         ids, values = np.array([token.id], np.int32), self._served.logprobs_of(token)
         tokens = DeltaTokens(ids, values, self.prompt, self._served.renderer.decode)
-        return AnswerDelta(reasoning, content, (), self.index, tokens)
+        size = len(self.prompt)
+        return AnswerDelta(reasoning, content, (), self.index, tokens, size)

@@ -77,7 +77,7 @@ class LocalClient(RootClient[TokenSession]):
         if call.on_delta is not None:
             from rolltree.inference.deltas import TokenListener
 
-            on_token = TokenListener(self.renderer, call).put
+            on_token = TokenListener(self.renderer, call, len(prompt.ids)).put
         request = GenerateRequest(prompt.ids, call.sampling, call.model)
         return memory.complete(prompt, await self._sample(request, on_token), call)
 
