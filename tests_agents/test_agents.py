@@ -7,17 +7,13 @@ import subprocess
 import sys
 
 import pytest
-from agents_kit import calling, causes, check_recorded, continues, play
+from agents_kit import calling, causes, check_recorded, continues, num_answers, play
 
 import rolltree as rt
 from rolltree.testing import ScriptedClient
 
 BOTH = pytest.mark.parametrize("how", ["whole", "streamed"])
 TOKEN_DELAY_S = 0.0005  # so that a streamed answer comes in pieces
-
-
-def num_answers(messages):
-    return sum(message["role"] == "assistant" for message in messages)
 
 
 # -- mini-swe-agent ------------------------------------------------------------------------------
