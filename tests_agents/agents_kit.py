@@ -52,8 +52,8 @@ async def run(
             # The price list of litellm, from its package rather than the network.
             "LITELLM_LOCAL_MODEL_COST_MAP": "True",
             "MSWEA_SILENT_STARTUP": "1",
-            **{name: proxy for name in ("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy")},
-            **{name: "127.0.0.1,localhost" for name in ("NO_PROXY", "no_proxy")},
+            **dict.fromkeys(("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy"), proxy),
+            **dict.fromkeys(("NO_PROXY", "no_proxy"), "127.0.0.1,localhost"),
             **environment,
         }
         process = await asyncio.create_subprocess_exec(
