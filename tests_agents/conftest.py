@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from agents_kit import check_recorded
+from agents_kit import PROGRAMS, TASK, WRONG, check_recorded, run
 from table import compare, row_of
 
 from rolltree.gateway import app
@@ -68,3 +69,73 @@ def tested(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str, Any, str], No
         compare(row_of(agent, protocol, session, did))
 
     return check
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    """The home of an agent, which has nothing else."""
+    (tmp_path / "home").mkdir()
+    return tmp_path / "home"
+
+
+@pytest.fixture
+def work(tmp_path: Path) -> Path:
+    """The folder that an agent works in."""
+    (tmp_path / "work").mkdir()
+    (tmp_path / "work" / "add.py").write_text(WRONG)
+    return tmp_path / "work"
+
+
+OPENCODE = {
+    "OPENCODE_DISABLE_AUTOUPDATE": "1",
+    "OPENCODE_DISABLE_DEFAULT_PLUGINS": "1",
+    "OPENCODE_DISABLE_LSP_DOWNLOAD": "1",
+    "OPENCODE_DISABLE_MODELS_FETCH": "1",
+    "OPENCODE_PURE": "1",
+    "npm_config_offline": "true",  # it installs its plugin kit, and goes on without
+}
+
+
+@pytest.fixture
+def opencode(from_npm: Path, home: Path, work: Path) -> Callable[[Any], Awaitable[str]]:
+    """Run OpenCode, and return what it printed."""
+
+    async def play(s: Any) -> str:
+        options = {"baseURL": s.base_url, "apiKey": s.api_key}
+        limit = {"context": 200_000, "output": 8192}
+        provider = {"npm": "@ai-sdk/openai-compatible", "name": "gateway", "options": options}
+        settings = {
+            "autoupdate": False,
+            "share": "disabled",
+            "model": "gateway/any",
+            "provider": {"gateway": {**provider, "models": {"any": {"limit": limit}}}},
+        }
+        (work / "opencode.json").write_text(json.dumps(settings))
+        return await run([from_npm / ".bin" / "opencode", "run", TASK], s, home, work, **OPENCODE)
+
+    return play
+
+
+@pytest.fixture
+def aider(apart: Callable[[str], Path], home: Path, work: Path) -> Callable[[Any], Awaitable[str]]:
+    """Run aider, and return what it printed."""
+    command = [apart("aider").parent / "aider", "--model=openai/gpt-4o", "--edit-format=diff"]
+    command += ["--analytics-disable", "--no-check-update", "--no-show-release-notes"]
+    command += ["--no-git", "--yes-always", f"--message={TASK}", "add.py"]
+    prices = home / ".aider" / "caches" / "model_prices_and_context_window.json"
+    prices.parent.mkdir(parents=True)
+    prices.write_text('{"gpt-4o": {}}')  # it would fetch an empty list, or none
+    return lambda session: run(command, session, home, work, OPENAI_API_BASE=session.base_url)
+
+
+@pytest.fixture
+def vercel(from_npm: Path, home: Path, work: Path) -> Callable[..., Awaitable[dict[str, Any]]]:
+    """Run the program that uses the AI SDK, and return what its last line says."""
+    (work / "node_modules").symlink_to(from_npm)
+    shutil.copy(PROGRAMS / "vercel_loop.mjs", work)
+
+    async def play(session: Any, api: str, how: str) -> Any:
+        said = await run(["node", "vercel_loop.mjs", api, how], session, home, work)
+        return json.loads(said.splitlines()[-1])
+
+    return play

@@ -9,7 +9,16 @@ import subprocess
 import sys
 
 import pytest
-from agents_kit import calling, causes, check_recorded, continues, num_answers, play, run
+from agents_kit import (
+    RIGHT,
+    WRONG,
+    calling,
+    causes,
+    check_recorded,
+    continues,
+    num_answers,
+    play,
+)
 
 import rolltree as rt
 from rolltree.testing import ScriptedClient
@@ -35,7 +44,7 @@ def engineer(messages):
 
 
 async def test_mini_swe_agent_fixes_a_repository(agents_python, tested, tmp_path):
-    (tmp_path / "add.py").write_text("def add(a, b):\n    return a - b\n")
+    (tmp_path / "add.py").write_text(WRONG)
     async with rt.gateway(ScriptedClient(engineer)) as g, g.session() as s:
         said = await play(agents_python, s, tmp_path, "mini_swe", "add() subtracts.")
         assert said == {"exit_status": "Submitted", "submission": (tmp_path / "add.py").read_text()}
@@ -205,8 +214,6 @@ async def test_dspy_react(agents_python, tested, tmp_path):
 
 # -- aider and OpenHands' SDK --------------------------------------------------------------------
 
-WRONG, RIGHT = (f"def add(a, b):\n    return a {sign} b\n" for sign in "-+")
-
 
 def editor(messages):
     """Edit a line that the file does not have, and then the right one."""
@@ -215,18 +222,10 @@ def editor(messages):
     return f"add.py\n```python\n{block}\n```\n"
 
 
-async def test_aider(apart, tested, tmp_path):
-    python = apart("aider")
-    (tmp_path / "add.py").write_text(WRONG)
-    prices = tmp_path / ".aider" / "caches" / "model_prices_and_context_window.json"
-    prices.parent.mkdir(parents=True)
-    prices.write_text('{"gpt-4o": {}}')  # it would fetch an empty list, or none
-    quiet = ["--analytics-disable", "--no-check-update", "--no-show-release-notes"]
-    asked = ["--model=openai/gpt-4o", "--edit-format=diff", "--no-git", "--yes-always"]
+async def test_aider(aider, tested, work):
     async with rt.gateway(ScriptedClient(editor)) as g, g.session() as s:
-        command = [python.parent / "aider", *quiet, *asked, "--message=Fix add().", "add.py"]
-        await run(command, s, tmp_path, tmp_path, OPENAI_API_BASE=s.base_url)
-        assert (tmp_path / "add.py").read_text() == RIGHT
+        await aider(s)
+        assert (work / "add.py").read_text() == RIGHT
         # It moves its rules, which end its prompt, behind the answer that it complains about.
         assert causes(s) == ["history_rewritten"]
         tested("aider", "chat", s, "fixed a file at the second try")

@@ -3,33 +3,15 @@
 from __future__ import annotations
 
 import json
-import shutil
 
 import pytest
-from agents_kit import PROGRAMS, calling, causes, continues, num_answers, run
+from agents_kit import RIGHT, TASK, calling, causes, continues, num_answers, run
 
 import rolltree as rt
 from rolltree.testing import ScriptedClient
 
 BOTH = pytest.mark.parametrize("how", ["whole", "streamed"])
-TASK = "add() subtracts. Fix it."
-WRONG, RIGHT = (f"def add(a, b):\n    return a {sign} b\n" for sign in "-+")
 TOKEN_DELAY_S = 0.0002
-
-
-@pytest.fixture
-def home(tmp_path):
-    """The home of an agent, which has nothing else."""
-    (tmp_path / "home").mkdir()
-    return tmp_path / "home"
-
-
-@pytest.fixture
-def work(tmp_path):
-    """The folder that an agent works in."""
-    (tmp_path / "work").mkdir()
-    (tmp_path / "work" / "add.py").write_text(WRONG)
-    return tmp_path / "work"
 
 
 def gateway(script):
@@ -139,17 +121,8 @@ async def test_claude_code_with_two_sub_agents(from_npm, tested, home, work):
 
 # -- OpenCode ------------------------------------------------------------------------------------
 
-OPENCODE = {
-    "OPENCODE_DISABLE_AUTOUPDATE": "1",
-    "OPENCODE_DISABLE_DEFAULT_PLUGINS": "1",
-    "OPENCODE_DISABLE_LSP_DOWNLOAD": "1",
-    "OPENCODE_DISABLE_MODELS_FETCH": "1",
-    "OPENCODE_PURE": "1",
-    "npm_config_offline": "true",  # it installs its plugin kit, and goes on without
-}
 
-
-async def test_opencode(from_npm, tested, home, work):
+async def test_opencode(opencode, tested, work):
     path = str(work / "add.py")
     edit = {"filePath": path, "oldString": "a - b", "newString": "a + b"}
     fix = in_turn(calling(("read", {"filePath": path})), calling(("edit", edit)), "Fixed.")
@@ -158,17 +131,7 @@ async def test_opencode(from_npm, tested, home, work):
         return "A wrong sign" if "title generator" in messages[0]["content"] else fix(messages)
 
     async with gateway(script) as g, g.session() as s:
-        options = {"baseURL": s.base_url, "apiKey": s.api_key}
-        limit = {"context": 200_000, "output": 8192}
-        provider = {"npm": "@ai-sdk/openai-compatible", "name": "gateway", "options": options}
-        settings = {
-            "autoupdate": False,
-            "share": "disabled",
-            "model": "gateway/any",
-            "provider": {"gateway": {**provider, "models": {"any": {"limit": limit}}}},
-        }
-        (work / "opencode.json").write_text(json.dumps(settings))
-        said = await run([from_npm / ".bin" / "opencode", "run", TASK], s, home, work, **OPENCODE)
+        said = await opencode(s)
         assert "Fixed." in said
         assert (work / "add.py").read_text() == RIGHT
         # A title for the session, which it asks for at the same time, and the task.
@@ -202,19 +165,6 @@ async def test_qwen_code(from_npm, tested, home, work):
 
 
 # -- Vercel AI SDK -------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def vercel(from_npm, home, work):
-    """Run the program that uses it, and return what its last line says."""
-    (work / "node_modules").symlink_to(from_npm)
-    shutil.copy(PROGRAMS / "vercel_loop.mjs", work)
-
-    async def play(session, api, how):
-        said = await run(["node", "vercel_loop.mjs", api, how], session, home, work)
-        return json.loads(said.splitlines()[-1])
-
-    return play
 
 
 @BOTH
