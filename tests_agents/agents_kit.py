@@ -18,7 +18,7 @@ PROGRAMS = Path(__file__).parent / "programs"
 TASK = "add() subtracts. Fix it."
 WRONG, RIGHT = (f"def add(a, b):\n    return a {sign} b\n" for sign in "-+")
 """A file, and what an agent makes of it."""
-TIME_LIMIT_S = 120  # importing one framework takes seconds on a busy machine
+TIME_LIMIT_S = 240  # importing one framework takes seconds on a busy machine
 
 
 async def play(
