@@ -17,7 +17,6 @@ from typing import Any, TypeAlias
 from rolltree._helpers.untrusted import read_json
 from rolltree.values.types import ChatMessage, ToolSchema
 
-
 _Defaults: TypeAlias = Mapping[str, Mapping[str, Any]]
 """For each function that a prompt offers, the arguments that have a default, and its value."""
 
@@ -34,7 +33,7 @@ class _Node:
         self.call = call
 
     def find(self, message: ChatMessage) -> list[_Node]:
-        """Return the children that equal `message`: the same object, then its equals, the latest."""
+        """Return the children that equal `message`: the same object first, then the latest."""
         children = self.children
         if len(children) == 1 and children[0].snapshot == message:  # by far the most frequent
             return children
@@ -147,7 +146,7 @@ def _content(message: ChatMessage) -> Any:
 
 def _calls(message: ChatMessage, defaults: _Defaults) -> list[tuple[Any, Any]]:
     """Return each tool call's name, and the arguments that differ from their defaults."""
-    found = []
+    calls = []
     for call in message.get("tool_calls") or ():
         function = _field(call, "function") or {}
         arguments = _field(function, "arguments")
@@ -162,22 +161,22 @@ def _calls(message: ChatMessage, defaults: _Defaults) -> list[tuple[Any, Any]]:
                 for key, value in arguments.items()
                 if not (key in known and value == known[key] and type(value) is type(known[key]))
             }
-        found.append((name, arguments))
-    return found
+        calls.append((name, arguments))
+    return calls
 
 
 def _defaults_of(tools: Sequence[ToolSchema]) -> _Defaults:
     """Return the defaults in the schemas of tools, which may have any shape."""
-    found = {}
+    defaults: dict[str, dict[str, Any]] = {}
     for tool in tools:
         match tool:
             case {"function": {"name": str(name), "parameters": {"properties": {**schemas}}}}:
-                found[name] = {
-                    key: schema["default"]
+                defaults[name] = {
+                    str(key): schema["default"]
                     for key, schema in schemas.items()
                     if isinstance(schema, Mapping) and "default" in schema
                 }
-    return found
+    return defaults
 
 
 def _field(value: Any, name: str) -> Any:
