@@ -60,7 +60,7 @@ test-vllm: $(VENV)/.train $(VLLM_VENV)/.vllm ## run the tests against real vLLM 
 test-compat: $(VENV)/.dev $(VF_VENV)/.verifiers ## play environments on the real verifiers 0.1.8 and on rolltree, and compare (its own environment, 1 GB)
 	ROLLTREE_VERIFIERS=$(abspath $(VF_VENV)) $(BIN)/python -m pytest -rs tests_compat $(ARGS)
 
-test-agents: $(VENV)/.dev $(AGENTS_VENV)/.agents ## put agents from PyPI, unmodified, in front of a gateway (their own environment)
+test-agents: $(VENV)/.dev $(AGENTS_VENV)/.agents ## put agents from npm and PyPI, unmodified, in front of a gateway (their own environments)
 	ROLLTREE_AGENTS=$(abspath $(AGENTS_VENV)) $(BIN)/python -m pytest tests_agents $(ARGS)
 
 test-models: $(VENV)/.dev ## compare training and the engine with float64 on an architecture of each family
@@ -179,13 +179,27 @@ $(VF_VENV)/.verifiers: tests_compat/requirements.txt
 	$(VF_VENV)/bin/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt -r tests_compat/requirements.txt
 	@touch $@
 
-# Without constraints.txt: the agents pin versions of their own, and never import rolltree. openenv
-# comes without what its server does not import: gradio and its 300 MB.
-$(AGENTS_VENV)/.agents: tests_agents/requirements.txt
-	@echo "Installing into $(AGENTS_VENV): agents from PyPI (two minutes) ..."
+# Without constraints.txt: the agents pin versions of their own, and never import rolltree. Those of
+# tests_agents/apart contradict the others, and each has an environment of its own. openenv comes
+# without what its server does not import: gradio and its 300 MB.
+AGENTS_UV := $(AGENTS_VENV)/bin/uv
+$(AGENTS_VENV)/.agents: tests_agents/requirements.txt $(wildcard tests_agents/apart/*.txt) tests_agents/package.json
+	@echo "Installing into $(AGENTS_VENV): agents from PyPI and npm (two to four minutes, 4 GB) ..."
 	@test -x $(AGENTS_VENV)/bin/python || $(PYTHON) -m venv $(AGENTS_VENV)
-	$(AGENTS_VENV)/bin/python -m pip --disable-pip-version-check install --quiet -r tests_agents/requirements.txt
-	$(AGENTS_VENV)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps openenv==0.10.0
+	$(AGENTS_VENV)/bin/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt uv
+	$(AGENTS_UV) pip install --quiet --python $(AGENTS_VENV)/bin/python -r tests_agents/requirements.txt
+	$(AGENTS_UV) pip install --quiet --python $(AGENTS_VENV)/bin/python --no-deps openenv==0.10.0
+	@set -e; for list in $(wildcard tests_agents/apart/*.txt); do \
+	  agent=$$(basename $$list .txt); needs=$$(sed -n 's/^# needs Python //p' $$list); \
+	  for python in $(PYTHON) python3.13 python3.12 $(wildcard $(HOME)/.pyenv/versions/3.1*/bin/python) none; do \
+	    $$python -c "import sys; sys.exit(not $$needs)" 2>/dev/null && break; done; \
+	  if [ $$python = none ]; then echo "$$agent was not installed: it needs Python $$needs."; continue; fi; \
+	  $$python -m venv --clear $(AGENTS_VENV)/$$agent; \
+	  $(AGENTS_UV) pip install --quiet --python $(AGENTS_VENV)/$$agent/bin/python -r $$list; \
+	done
+	@mkdir -p $(AGENTS_VENV)/npm && cp tests_agents/package.json $(AGENTS_VENV)/npm
+	@if command -v npm >/dev/null; then cd $(AGENTS_VENV)/npm && npm install --no-audit --no-fund --loglevel=error; \
+	  else echo "npm was not found: the tests of the agents that come from there will be skipped."; fi
 	@touch $@
 
 # The site reads the source without importing it, so rolltree itself is not installed.

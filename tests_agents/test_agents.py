@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import re
 import subprocess
 import sys
 
 import pytest
-from agents_kit import calling, causes, check_recorded, continues, play
+from agents_kit import (
+    RIGHT,
+    WRONG,
+    calling,
+    causes,
+    check_recorded,
+    continues,
+    num_answers,
+    play,
+)
 
 import rolltree as rt
 from rolltree.testing import ScriptedClient
 
 BOTH = pytest.mark.parametrize("how", ["whole", "streamed"])
 TOKEN_DELAY_S = 0.0005  # so that a streamed answer comes in pieces
-
-
-def num_answers(messages):
-    return sum(message["role"] == "assistant" for message in messages)
 
 
 # -- mini-swe-agent ------------------------------------------------------------------------------
@@ -36,17 +43,17 @@ def engineer(messages):
     return calling(("bash", {"command": COMMANDS[done]}), content=f"Step {done + 1}.")
 
 
-async def test_mini_swe_agent_mends_a_repository(agents_python, tmp_path):
-    (tmp_path / "add.py").write_text("def add(a, b):\n    return a - b\n")
+async def test_mini_swe_agent_fixes_a_repository(agents_python, tested, tmp_path):
+    (tmp_path / "add.py").write_text(WRONG)
     async with rt.gateway(ScriptedClient(engineer)) as g, g.session() as s:
         said = await play(agents_python, s, tmp_path, "mini_swe", "add() subtracts.")
         assert said == {"exit_status": "Submitted", "submission": (tmp_path / "add.py").read_text()}
         check = [sys.executable, "-c", "import add; assert add.add(2, 3) == 5"]
         assert subprocess.run(check, cwd=tmp_path, check=False).returncode == 0
-        check_recorded(s)
         assert len(s.trajectory) == len(COMMANDS)
         assert s.breaks == ()
         assert continues(s) == [None, 0, 1, 2, 3]
+        tested("mini-swe-agent", "chat", s, "fixed a file")
 
 
 def slip(messages):
@@ -84,15 +91,15 @@ def shop(messages):
 
 @BOTH
 @pytest.mark.parametrize("api", ["chat", "responses"])
-async def test_openai_agents_hands_off(agents_python, tmp_path, api, how):
+async def test_openai_agents_hands_off(agents_python, tested, tmp_path, api, how):
     client = ScriptedClient(shop, token_delay_s=TOKEN_DELAY_S)
     async with rt.gateway(client) as g, g.session() as s:
         said = await play(agents_python, s, tmp_path, "handoff", api, how)
         assert said == {"answer": "There are 42.", "agent": "Counter"}
-        check_recorded(s)
         # The specialist has another system prompt and other tools: one break, at the hand-off.
         assert causes(s) == ["system_or_tools_changed"]
         assert continues(s) == [None, 0, None, 2]
+        tested("openai-agents", api, s, "used a tool, and handed off to another agent")
 
 
 # -- smolagents and LangGraph --------------------------------------------------------------------
@@ -106,13 +113,13 @@ def adder(messages):
 
 
 @BOTH
-async def test_smolagents_loop(agents_python, tmp_path, how):
+async def test_smolagents_loop(agents_python, tested, tmp_path, how):
     client = ScriptedClient(adder, token_delay_s=TOKEN_DELAY_S)
     async with rt.gateway(client) as g, g.session() as s:
         said = await play(agents_python, s, tmp_path, "smol_loop", how)
         assert str(said["answer"]) == "42"
-        check_recorded(s)
         assert len(s.trajectory) == 2
+        tested("smolagents", "chat", s, "used a tool")
 
 
 def graph_adder(messages):
@@ -122,14 +129,14 @@ def graph_adder(messages):
 
 
 @BOTH
-async def test_langgraph_loop(agents_python, tmp_path, how):
+async def test_langgraph_loop(agents_python, tested, tmp_path, how):
     client = ScriptedClient(graph_adder, token_delay_s=TOKEN_DELAY_S)
     async with rt.gateway(client) as g, g.session() as s:
         said = await play(agents_python, s, tmp_path, "langgraph_loop", how)
         assert said == {"answer": "It is 42."}
-        check_recorded(s)
         assert s.breaks == ()
         assert continues(s) == [None, 0]
+        tested("LangGraph", "chat", s, "used a tool")
 
 
 # -- pydantic-ai ---------------------------------------------------------------------------------
@@ -144,15 +151,107 @@ def forecaster(messages):
 
 
 @BOTH
-async def test_pydantic_ai_over_anthropics_protocol(agents_python, tmp_path, how):
+async def test_pydantic_ai_over_anthropics_protocol(agents_python, tested, tmp_path, how):
     client = ScriptedClient(forecaster, token_delay_s=TOKEN_DELAY_S)
     async with rt.gateway(client) as g, g.session() as s:
         said = await play(agents_python, s, tmp_path, "pydantic_loop", how)
         bern, geneva = {"city": "Bern", "degrees": 12}, {"city": "Geneva", "degrees": 18}
         assert said == {"answers": [bern, geneva]}
-        check_recorded(s)
         assert s.breaks == ()
         assert continues(s) == [None, 0, 1, 2]
+        tested("pydantic-ai", "messages", s, "used a tool, and gave an answer of a type, twice")
+
+
+# -- crewai, autogen, dspy -----------------------------------------------------------------------
+
+
+async def test_crewai(apart, tested, tmp_path):
+    # Its telemetry is OpenTelemetry's.
+    quiet = {"CREWAI_DISABLE_TELEMETRY": "true", "OTEL_SDK_DISABLED": "true"}
+    async with rt.gateway(ScriptedClient(graph_adder)) as g, g.session() as s:
+        said = await play(apart("crewai"), s, tmp_path, "crew_loop", **quiet)
+        assert said == {"answer": "It is 42."}
+        assert s.breaks == ()
+        assert continues(s) == [None, 0]
+        tested("crewai", "chat", s, "used a tool")
+
+
+def audited(messages):
+    return "Right. DONE" if "You check" in messages[0]["content"] else graph_adder(messages)
+
+
+async def test_autogen_team(agents_python, tested, tmp_path):
+    async with rt.gateway(ScriptedClient(audited)) as g, g.session() as s:
+        said = await play(agents_python, s, tmp_path, "autogen_team")
+        assert said["said"][1:] == [["clerk", "It is 42."], ["auditor", "Right. DONE"]]
+        # The clerk reflects on what its tool returned without being offered it.
+        assert causes(s) == ["system_or_tools_changed"]
+        assert continues(s) == [None, None, None]
+        tested("autogen", "chat", s, "two agents in turns; the first used a tool")
+
+
+def in_fields(messages):
+    """Answer as dspy reads it: by fields, each below its name."""
+    if "next_thought" not in messages[0]["content"]:
+        fields = {"reasoning": "The tool says it.", "answer": "42"}
+    elif "observation_0" in messages[-1]["content"]:
+        fields = {"next_thought": "Done.", "next_tool_name": "finish", "next_tool_args": "{}"}
+    else:
+        arguments = json.dumps({"a": 17, "b": 25})
+        fields = {"next_thought": "Add.", "next_tool_name": "add", "next_tool_args": arguments}
+    said = [f"[[ ## {name} ## ]]\n{text}\n" for name, text in fields.items()]
+    return "\n".join([*said, "[[ ## completed ## ]]"])
+
+
+async def test_dspy_react(agents_python, tested, tmp_path):
+    async with rt.gateway(ScriptedClient(in_fields)) as g, g.session() as s:
+        said = await play(agents_python, s, tmp_path, "dspy_react")
+        assert said == {"answer": "42"}
+        # It writes what happened so far into one message, which is a new prompt each time.
+        assert continues(s) == [None, None, None]
+        tested("dspy", "chat", s, "used a tool")
+
+
+# -- aider and OpenHands' SDK --------------------------------------------------------------------
+
+
+def editor(messages):
+    """Edit a line that the file does not have, and then the right one."""
+    old = "x - y" if num_answers(messages) == 1 else "a - b"  # its prompt has an example
+    block = f"<<<<<<< SEARCH\n    return {old}\n=======\n    return a + b\n>>>>>>> REPLACE"
+    return f"add.py\n```python\n{block}\n```\n"
+
+
+async def test_aider(aider, tested, work):
+    async with rt.gateway(ScriptedClient(editor)) as g, g.session() as s:
+        await aider(s)
+        assert (work / "add.py").read_text() == RIGHT
+        # It moves its rules, which end its prompt, behind the answer that it complains about.
+        assert causes(s) == ["history_rewritten"]
+        tested("aider", "chat", s, "fixed a file at the second try")
+
+
+def hands(messages):
+    edit = {"command": "str_replace", "path": "add.py", "old_str": "a - b", "new_str": "a + b"}
+    folder = re.search(r"in (/\S+)$", messages[1]["content"])[1]
+    return [
+        calling(("terminal", {"command": "cat add.py"})),
+        calling(("file_editor", {**edit, "path": f"{folder}/add.py"})),
+        calling(("finish", {"message": "Fixed."})),
+    ][num_answers(messages)]
+
+
+async def test_openhands_sdk(apart, tested, tmp_path):
+    (tmp_path / "add.py").write_text(WRONG)
+    async with rt.gateway(ScriptedClient(hands)) as g, g.session() as s:
+        said = await play(
+            apart("openhands"), s, tmp_path, "openhands_loop", f"Fix add() in {tmp_path}"
+        )
+        assert said == {"status": "finished"}
+        assert (tmp_path / "add.py").read_text() == RIGHT
+        assert s.breaks == ()
+        assert continues(s) == [None, 0, 1]
+        tested("OpenHands SDK", "chat", s, "fixed a file")
 
 
 # -- patterns ------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ import openai
 import pytest
 from anthropic.types import message_count_tokens_params, message_create_params
 from anthropic.types.beta import message_create_params as beta_params
+from gateway_kit import is_one_path
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -479,6 +480,21 @@ async def test_settings_reach_the_model_and_mark_the_call():
     # The prompt is rendered here, so these wishes reach nobody.
     assert notes.keys() == {"parallel_tool_calls", "reasoning_effort"}
     assert changed[0].keys() >= {"top_p", "top_k"}
+
+
+async def test_the_effort_of_one_message_is_noted():
+    # Claude Code sends it with its newest message, and drops it from the history.
+    told = {"role": "system", "content": "Hurry.", "output_config": {"effort": "medium"}}
+    client = ScriptedClient(["Yes.", "Done."])
+    async with rt.gateway(client) as g, g.session() as s:
+        first = await whole(s, model="m", max_tokens=7, messages=[*USER, told])
+        later = [{**told, "output_config": None}, {"role": "assistant", "content": first.content}]
+        await whole(s, model="m", max_tokens=7, messages=[*USER, *later, *USER])
+        assert is_one_path(s)
+        assert s.notes.keys() == {"messages.output_config"}
+        bad = {**told, "output_config": {"task_budget": {"type": "tokens", "total": 9}}}
+        with pytest.raises(anthropic.BadRequestError, match="task_budget"):
+            await whole(s, model="m", max_tokens=7, messages=[*USER, bad])
 
 
 async def test_tokens_are_counted_as_the_prompt_has_them():

@@ -74,6 +74,28 @@ def test_no_arguments_are_empty_arguments() -> None:
     assert index.find([user("a"), answer("[]")]) is None
 
 
+def test_an_argument_that_the_agent_sets_to_its_default_is_the_same_call() -> None:
+    index = MessageIndex()
+    schema = {"properties": {"path": {}, "all": {"type": "boolean", "default": False}}}
+    tools = [{"type": "function", "function": {"name": "edit", "parameters": schema}}]
+
+    def answer(arguments: str) -> dict[str, object]:
+        call = {"id": "1", "type": "function", "function": {"name": "edit", "arguments": arguments}}
+        return {"role": "assistant", "content": "", "tool_calls": [call]}
+
+    short, long = answer('{"path": "a"}'), answer('{"all": false, "path": "a"}')
+    index.add([user("a")], short, 7, tools)
+    assert index.find([user("a"), long], tools) == Match(7, 2)
+    for other in ('{"path": "a", "all": true}', '{"path": "a", "all": 0}', '{"all": false}'):
+        assert index.find([user("a"), answer(other)], tools) is None
+    # What was sent back as it is takes precedence, however old it is.
+    index.add([user("a")], long, 8, tools)
+    assert index.find([user("a"), answer('{"path": "a"}')], tools) == Match(7, 2)
+    assert index.find([user("a"), answer('{"all": false, "path": "a"}')], tools) == Match(8, 2)
+    index.add([user("a")], short, 7)
+    assert index.find([user("a"), long]) is None
+
+
 def test_a_users_extra_fields_count() -> None:
     index = MessageIndex()
     index.add([user("a")], assistant("b"), 0)

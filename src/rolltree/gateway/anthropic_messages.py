@@ -55,7 +55,9 @@ _TOOL: dict[str, Field] = {
     **each("cache_control eager_input_streaming", NO_EFFECT),
     "allowed_callers": only(["direct"], why=_ASKED_BY_AGENT),
 }
-_TURN: dict[str, Field] = each("role content", READ)
+_TURN: dict[str, Field] = each("role content output_config", READ)
+_TURN_OUTPUT: dict[str, Field] = {"effort": READ}
+_TURN_NOTE = "the effort of one message is followed by nobody here, only that of a request"
 _TEXT: dict[str, Field] = {**each("type text", READ), **each("cache_control citations", NO_EFFECT)}
 _USER_BLOCKS: dict[str, dict[str, Field]] = {
     "text": _TEXT,
@@ -106,7 +108,7 @@ def read_messages(body: Mapping[str, Any], session: Answering) -> AgentCall:
     _check_context(given)
     tools, choice, of_tools = _tools_and_choice(given)
     output, thinking = _output(given), _part(given, "thinking").notes
-    messages = _history(given.get("messages"))
+    messages = _history(given.get("messages"), notes)
     if system := _system(given.get("system")):
         messages.insert(0, {"role": "system", "content": system})
     return AgentCall(
@@ -219,13 +221,16 @@ def _system(value: object) -> str:
     return text if isinstance(value, list) else _BILLING.sub("", text)
 
 
-def _history(value: object) -> list[ChatMessage]:
+def _history(value: object, notes: dict[str, str]) -> list[ChatMessage]:
     if not isinstance(value, list) or not value:
         raise RequestError("messages is not a list of at least one message.", param="messages")
     history: list[ChatMessage] = []
     for index, message in enumerate(value):
         where = f"messages[{index}]"
         turn = read_part(message, _TURN, where).given
+        if turn.get("output_config"):
+            read_part(turn["output_config"], _TURN_OUTPUT, f"{where}.output_config")
+            notes["messages.output_config"] = _TURN_NOTE
         role, content = turn.get("role"), turn.get("content")
         if role == "user":
             history += _user_turn(content, f"{where}.content")

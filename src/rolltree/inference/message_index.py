@@ -9,20 +9,25 @@ a replaced field is a different one; edits inside a field go unnoticed.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from rolltree._helpers.untrusted import read_json
 from rolltree.values.types import ChatMessage, ToolSchema
 
+_Defaults: TypeAlias = Mapping[str, Mapping[str, Any]]
+"""For each function that a prompt offers, the arguments that have a default, and its value."""
+
 
 class _Node:
-    __slots__ = ("call", "children", "message", "snapshot")
+    __slots__ = ("call", "children", "defaults", "message", "snapshot")
 
-    def __init__(self, message: ChatMessage | None, call: int | None = None) -> None:
-        self.message = message
+    def __init__(
+        self, message: ChatMessage | None, defaults: _Defaults, call: int | None = None
+    ) -> None:
+        self.message, self.defaults = message, defaults
         self.snapshot = None if message is None else dict(message)
         self.children: list[_Node] = []
         self.call = call
@@ -32,10 +37,12 @@ class _Node:
         children = self.children
         if len(children) == 1 and children[0].snapshot == message:  # by far the most frequent
             return children
-        equal = [child for child in reversed(children) if _equal(child.snapshot, message)]
+        equal = [
+            child for child in reversed(children) if _equal(child.snapshot, message, self.defaults)
+        ]
         if len(equal) > 1:
             # Agents usually send back the very message that they got.
-            equal.sort(key=lambda child: child.message is not message)
+            equal.sort(key=lambda child: (child.message is not message, child.snapshot != message))
         return equal
 
 
@@ -105,28 +112,30 @@ class MessageIndex:
             if found:
                 node = found[0]
             else:
-                node.children.append(_Node(message))
+                node.children.append(_Node(message, node.defaults))
                 node = node.children[-1]
-        node.children.append(_Node(answer, call))
+        node.children.append(_Node(answer, node.defaults, call))
 
     def _root(self, tools: Sequence[ToolSchema] | None, key: object) -> _Node:
         wanted = list(tools or ())
         for known_key, known_tools, root in self._roots:
             if known_key == key and known_tools == wanted:
                 return root
-        root = _Node(None)
+        root = _Node(None, _defaults_of(wanted))
         self._roots.append((key, wanted, root))
         return root
 
 
-def _equal(known: ChatMessage | None, message: ChatMessage) -> bool:
+def _equal(known: ChatMessage | None, message: ChatMessage, defaults: _Defaults) -> bool:
     if known is None or known == message:
         return known is not None
     if known.get("role") != "assistant" or message.get("role") != "assistant":
         return False
-    # Agents may send answers back without reasoning, ids or white space, but what the model decided
-    # is the same.
-    return _content(known) == _content(message) and _calls(known) == _calls(message)
+    # Agents may send answers back without reasoning, ids or white space, or with the defaults of
+    # arguments filled in, but what the model decided is the same.
+    if _content(known) != _content(message):
+        return False
+    return _calls(known, defaults) == _calls(message, defaults)
 
 
 def _content(message: ChatMessage) -> Any:
@@ -135,9 +144,9 @@ def _content(message: ChatMessage) -> Any:
     return content.strip() if isinstance(content, str) else content
 
 
-def _calls(message: ChatMessage) -> list[tuple[Any, Any]]:
-    """Return each tool call's name and arguments, in whatever form these are given."""
-    found = []
+def _calls(message: ChatMessage, defaults: _Defaults) -> list[tuple[Any, Any]]:
+    """Return each tool call's name, and the arguments that differ from their defaults."""
+    calls = []
     for call in message.get("tool_calls") or ():
         function = _field(call, "function") or {}
         arguments = _field(function, "arguments")
@@ -145,8 +154,29 @@ def _calls(message: ChatMessage) -> list[tuple[Any, Any]]:
             with suppress(ValueError):
                 # Some servers send an empty string for empty arguments, while agents write `{}`.
                 arguments = read_json(arguments or "{}")
-        found.append((_field(function, "name"), arguments))
-    return found
+        name = _field(function, "name")
+        if isinstance(arguments, dict) and (known := defaults.get(name)):
+            arguments = {
+                key: value
+                for key, value in arguments.items()
+                if not (key in known and value == known[key] and type(value) is type(known[key]))
+            }
+        calls.append((name, arguments))
+    return calls
+
+
+def _defaults_of(tools: Sequence[ToolSchema]) -> _Defaults:
+    """Return the defaults in the schemas of tools, which may have any shape."""
+    defaults: dict[str, dict[str, Any]] = {}
+    for tool in tools:
+        match tool:
+            case {"function": {"name": str(name), "parameters": {"properties": {**schemas}}}}:
+                defaults[name] = {
+                    str(key): schema["default"]
+                    for key, schema in schemas.items()
+                    if isinstance(schema, Mapping) and "default" in schema
+                }
+    return defaults
 
 
 def _field(value: Any, name: str) -> Any:
