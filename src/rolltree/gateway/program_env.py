@@ -37,6 +37,7 @@ from rolltree.gateway.program import (
 )
 from rolltree.gateway.server import Gateway
 from rolltree.gateway.session import GatewaySession, SessionLimits
+from rolltree.gateway.trained_calls import TrainCalls, checked_rule
 from rolltree.inference.call import ModelCall
 from rolltree.inference.client import ModelClient, as_client
 from rolltree.inference.client_base import DelegatingClient
@@ -49,7 +50,6 @@ from rolltree.sandbox.local import REACHED_AT
 from rolltree.sandbox.process import OutputTail
 from rolltree.sandbox.unconfined import UnconfinedBackend
 from rolltree.store import to_plain
-from rolltree.tokens import peek
 from rolltree.values.errors import (
     ConfigError,
     ProgramError,
@@ -102,6 +102,8 @@ class ProgramEnv(Environment):
             it always gets PATH and LANG.
         time_limit_s: seconds after which the program is ended, not counting waits for the server.
         max_calls, max_tokens: the model calls, or sampled tokens, after which calls are refused.
+        train_calls: which calls are trained: `task` (not those beside the task), `all`, conditions
+            as a dict, or a function of a `FinishedCall` (docs/gateway.md, What is trained).
         sandbox: "local" or a `LocalBackend`: the command can reach the gateway and nothing else.
             None runs it as the user of this process.
         sandbox_limits: the command's limits in the sandbox.
@@ -128,6 +130,7 @@ class ProgramEnv(Environment):
         time_limit_s: float | None = 600.0,
         max_calls: int | None = None,
         max_tokens: int | None = None,
+        train_calls: TrainCalls = "task",
         sandbox: str | LocalBackend | None = None,
         sandbox_limits: Limits | None = None,
         collect: Sequence[str] = (),
@@ -181,6 +184,7 @@ class ProgramEnv(Environment):
         if time_limit_s is not None and not time_limit_s > 0:
             raise ConfigError(f"time_limit_s is {time_limit_s}; no program could even start.")
         self.session_limits = SessionLimits(max_calls=max_calls, max_tokens=max_tokens)
+        self.train_calls = checked_rule(train_calls)
         self.backend = _local_backend(sandbox)
         if sandbox is None and sandbox_limits is not None:
             raise ConfigError(
@@ -257,8 +261,9 @@ class ProgramEnv(Environment):
                 self._settle(state, session, watch, outcome)
             finally:
                 if state.trajectory:
-                    # The model continued the program's first prompt, not the row's.
-                    state.prompt = peek(state.trajectory[0], "prompt")
+                    # The model continued the program's first prompt, not the row's: the session
+                    # puts it there.
+                    state.prompt = []
                 await run_shielded(session.aclose())
         except Exception as error:  # noqa: BLE001  a failed rollout is data
             self.record_failure(state, error)
@@ -305,6 +310,7 @@ class ProgramEnv(Environment):
             state=state,
             sampling=args,
             limits=self.session_limits,
+            train_calls=self.train_calls,
         )
 
     async def _run(

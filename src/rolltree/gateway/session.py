@@ -36,12 +36,19 @@ from rolltree.gateway.calls import (
 )
 from rolltree.gateway.journal import JournalFile, KeptCall, KeptSession
 from rolltree.gateway.messages import chat_messages
+from rolltree.gateway.trained_calls import (
+    FinishedCall,
+    TrainCalls,
+    calls_left_out,
+    checked_rule,
+)
 from rolltree.inference.call import ModelCall
 from rolltree.inference.chat import ChatRenderer
 from rolltree.inference.client import ModelClient, merge_sampling, sampling_to_args
 from rolltree.inference.retry import PATIENCE_S
 from rolltree.inference.session import TokenSession
 from rolltree.samples import build_samples
+from rolltree.samples.resolve import LEFT_OUT
 from rolltree.tokens import Break, Trajectory, peek, recorded_routing
 from rolltree.values.errors import ConfigError, StoreError, record_error
 from rolltree.values.seeds import CallSeeds, asked_seed
@@ -55,6 +62,8 @@ from rolltree.values.types import (
     SamplingArgs,
     SamplingParams,
     State,
+    ToolSchema,
+    TrajectoryStep,
     TruncationReason,
 )
 from rolltree.web.guard import RequestError, digest_of, has_digest
@@ -136,6 +145,8 @@ class GatewaySession:
         seed: the seed from which every call's is derived; a seed that the agent asks for is mixed
             with it.
         limits: the most that it may use.
+        train_calls: which calls are trained: `task` (not those beside the task), `all`, conditions
+            as a dict, or a function of a `FinishedCall` (docs/gateway.md, What is trained).
         info: JSON data to keep with the session.
         opened_s: when it was opened, in seconds since the epoch.
         journal: the file that finished calls are written to.
@@ -156,6 +167,7 @@ class GatewaySession:
         sampling: SamplingArgs | SamplingParams | None = None,
         seed: int | None = None,
         limits: SessionLimits = NO_LIMITS,
+        train_calls: TrainCalls = "task",
         info: Mapping[str, Any] | None = None,
         opened_s: float | None = None,
         journal: JournalFile | None = None,
@@ -178,6 +190,7 @@ class GatewaySession:
         )
         merge_sampling(self.sampling, None)  # raises now rather than in every call
         self.seed = seed
+        self.train_calls = checked_rule(train_calls)
         self.opened_s = time.time() if opened_s is None else opened_s
         self.state = new_state(session_id, self.opened_s) if state is None else state
         self.ended: TruncationReason | None = None
@@ -196,6 +209,9 @@ class GatewaySession:
         # Maps a tool call's id to the id of the first answer that has it.
         self._tool_calls: dict[str, str] = {}
         self._options: dict[bytes, Any] = {}
+        # Of each recorded call: the model that it asked for, and the names of its tools.
+        self._asked: list[tuple[str, tuple[str, ...]]] = []
+        self._tool_names: dict[tuple[str, ...], tuple[str, ...]] = {}
         self._flights: dict[str, _Flight] = {}
         self._by_key: dict[str, _Flight] = {}
         # Those of equal requests that were not delivered, and the one that was delivered last.
@@ -257,6 +273,15 @@ class GatewaySession:
         return found
 
     @property
+    def left_out(self) -> dict[int, str]:
+        """The calls that `train_calls` leaves out as far as it is known now, and why, by step."""
+        calls = [
+            FinishedCall(index, _agent_of(step), *asked, step)
+            for index, (step, asked) in enumerate(zip(self.trajectory, self._asked, strict=True))
+        ]
+        return calls_left_out(calls, self.train_calls)
+
+    @property
     def notes(self) -> dict[str, str]:
         """What of the agent's requests was taken without effect, by name: the first of each."""
         notes: dict[str, str] = {}
@@ -281,6 +306,7 @@ class GatewaySession:
             "sampling": self.sampling,
             "seed": self.seed,
             "limits": asdict(self.limits),
+            "train_calls": None if callable(self.train_calls) else self.train_calls,
             "info": self.info,
             "opened_s": self.opened_s,
         }
@@ -303,6 +329,7 @@ class GatewaySession:
                 for each in self.breaks
             ],
             "changed_sampling": {str(k): v for k, v in self.changed_sampling.items()},
+            "left_out": {str(k): v for k, v in self.left_out.items()},
             "notes": self.notes,
             "info": self.info,
         }
@@ -728,7 +755,9 @@ class GatewaySession:
         is_chat = isinstance(prompt, list)
         if isinstance(prompt, np.ndarray):
             prompt = self._spelled(prompt)
-        step = self._record(prompt, is_chat, response, flight.origin.agent)
+        step = self._record(
+            prompt, is_chat, response, flight.origin.agent, flight.head.model, call.tools
+        )
         flight.step = step
         if self.journal is not None:
             origin = flight.origin
@@ -750,8 +779,18 @@ class GatewaySession:
         flight.is_kept = True
         return self._answer_of(flight, response)
 
-    def _record(self, prompt: Messages, is_chat: bool, response: ModelResponse, agent: str) -> int:
+    def _record(
+        self,
+        prompt: Messages,
+        is_chat: bool,
+        response: ModelResponse,
+        agent: str,
+        model: str,
+        tools: Sequence[ToolSchema],
+    ) -> int:
         """Append a finished call to the trajectory; return its step."""
+        names = tuple(str(tool.get("function", tool).get("name")) for tool in tools)
+        self._asked.append((model, self._tool_names.setdefault(names, names)))
         completion: Messages = [response.message] if is_chat else response.text
         number = len(self.trajectory)
         self.trajectory.append_call(
@@ -821,10 +860,17 @@ class GatewaySession:
 
     def _finish_state(self) -> None:
         state, steps = self.state, self.trajectory
+        left_out = self.left_out
+        for index, why in left_out.items():
+            steps[index]["extras"][LEFT_OUT] = why
         if state.get("completion") is None:
-            if not state.prompt and steps:
-                state.prompt = peek(steps[0], "prompt")
-            state.completion = self._completion()
+            # A title must not pass for the agent's answer; calls that a rule leaves out are said.
+            beside = left_out if self.train_calls == "task" else {}
+            said = [step for index, step in enumerate(steps) if index not in beside]
+            if not state.prompt and said:
+                state.prompt = peek(said[0], "prompt")
+            # Without a copy where nothing is left out: the trajectory knows its conversation.
+            state.completion = self._completion(said if beside else steps)
         timing = cast(RolloutTiming, state.timing)
         timing["generation_ms"] = (time.monotonic() - self._began_s) * 1000.0
         timing["total_ms"] = timing["generation_ms"] + timing["scoring_ms"]
@@ -833,13 +879,13 @@ class GatewaySession:
         state.terminated = not state.truncated
         steps.trim()
 
-    def _completion(self) -> Messages:
+    def _completion(self, steps: Sequence[TrajectoryStep]) -> Messages:
         """Return the completion in the prompt's form: messages or text.
 
         A program may use chat and text completions concurrently. Calls in the other form stay in
         the trajectory; they appear here only if no call has the prompt's form.
         """
-        prompt, steps = self.state.prompt, self.trajectory
+        prompt = self.state.prompt
         is_text = isinstance(prompt, str)
         same = [step for step in steps if isinstance(peek(step, "prompt"), str) is is_text]
         if len(same) == len(steps):
@@ -872,7 +918,9 @@ class GatewaySession:
                 # `known` has none if this model renders other ids: keep the sampled ones.
                 response = response if known.completion_ids is None else known
             self._note_calls(response, kept.head.id)
-            number = self._record(prompt, is_chat, response, kept.agent)
+            number = self._record(
+                prompt, is_chat, response, kept.agent, kept.head.model, kept.tools
+            )
             origin = CallOrigin(kept.agent, kept.key, None, kept.digest)
             flight = _Flight(kept.head, origin, self._interned_options(kept.options))
             flight.step, flight.is_kept = number, True
@@ -890,6 +938,10 @@ class GatewaySession:
                 self._seeds.next(None)
         if self.journal is not None:
             self.journal.publish()
+
+
+def _agent_of(step: TrajectoryStep) -> str:
+    return str((peek(step, "extras") or {}).get("agent") or "")
 
 
 def _content_digest(value: object) -> bytes:

@@ -16,6 +16,7 @@ from rolltree.records.values import clean_text, json_text, values_of_rows
 from rolltree.rollouts.conversation import message_list
 from rolltree.rollouts.decode import decode_rollout
 from rolltree.samples import Skipped, SkipReason, build_samples
+from rolltree.samples.resolve import LEFT_OUT
 from rolltree.store import Run, StoredRollout
 from rolltree.values.types import Sample, State
 
@@ -171,7 +172,9 @@ def _learned(sample: Sample) -> Any:
     """Return which tokens of a flat sample are learned, bool `[_T]`."""
     learned = np.zeros(sample.num_tokens, bool)
     # A record's source is the position before its token, whose logits predict it.
-    learned[sample.records.source[sample.records.weight > 0] + 1] = True
+    left_out = [call for _, call, _ in sample.info.get(LEFT_OUT, ())]
+    trained = (sample.records.weight > 0) & ~np.isin(sample.records.call, left_out)
+    learned[sample.records.source[trained] + 1] = True
     return learned
 
 

@@ -114,6 +114,14 @@ def _sample(
     )
     if changed:
         info["changed_sampling"] = changed
+    left_out = tuple(
+        (rollout.index, call.index, call.left_out)
+        for rollout, calls in parts
+        for call in calls
+        if call.left_out is not None
+    )
+    if left_out:
+        info["left_out"] = left_out
     together = tuple(origin for _, own in origins for origin in own)
     return Sample(ids, positions, subtree_end, records, together, info)
 

@@ -53,6 +53,8 @@ class SampleBatch:
     sampled again or begins another conversation, which `breaks` leaves out; or None), if
     `max_seq_len` cut it, the keys that `cap_sample` adds, and, if a call was not sampled from the
     model's own distribution, `changed_sampling`: (rollout index, call, settings) of each such call.
+    `left_out` has (rollout index, call, reason) of calls whose `extras["left_out"]` says why they
+    are not to be trained, if there are any.
     """
 
     samples: list[Sample]
@@ -247,7 +249,12 @@ def _lacks_logprobs(parts: Sequence[Records], groups: Sequence[Group]) -> bool:
     if not unknown:
         return False
     # What is not trained anyway, because of its mask or its sampling, takes no others with it.
-    trained = [call.index for group in groups for call in group if call.changed_sampling is None]
+    trained = [
+        call.index
+        for group in groups
+        for call in group
+        if call.changed_sampling is None and call.left_out is None
+    ]
     return any(
         (np.isnan(part.logprob) & (part.weight != 0) & np.isin(part.call, trained)).any()
         for part in unknown

@@ -22,6 +22,8 @@ from rolltree.values.errors import TokenError
 from rolltree.values.types import SampleOrigin, State, TrajectoryStep
 
 NO_TOKENS = -1
+LEFT_OUT = "left_out"
+"""The key of a step's `extras` that says why its call is not to be trained."""
 Advantages: TypeAlias = Sequence[float] | NDArray[Any]
 """One value per step of a trajectory."""
 
@@ -32,7 +34,8 @@ class ResolvedStep:
 
     The handle is `NO_TOKENS` if the step has none. `advantage` is the one that was passed in, else
     the step's, else the state's, else None. `changed_sampling`: see the function of that name.
-    `problem`: why its tokens cannot be used, if it has none for that reason.
+    `left_out`: why its call is not to be trained, if so (design/0027). `problem`: why its tokens
+    cannot be used, if it has none for that reason.
     """
 
     index: int
@@ -42,6 +45,7 @@ class ResolvedStep:
     advantage: float | None
     finish_reason: str | None
     changed_sampling: str | None = None
+    left_out: str | None = None
     problem: str | None = None
 
 
@@ -136,9 +140,12 @@ def resolve_rollout(
             turn = turn if isinstance(turn, int) else tree.turn(handle)
         reason = _text(extras.get("finish_reason"))
         advantage, changed = fallback if own is None else own, _changed_sampling(extras)
+        left_out = _text(extras.get(LEFT_OUT))
         problem = problems.get(position) if problems else None
         steps.append(
-            ResolvedStep(position, handle, agent, turn, advantage, reason, changed, problem)
+            ResolvedStep(
+                position, handle, agent, turn, advantage, reason, changed, left_out, problem
+            )
         )
     truncated, reason = own_truncation(trajectory)
     return ResolvedRollout(
@@ -175,6 +182,11 @@ def changed_sampling(step: Any) -> str | None:
     """
     # `peek`, because a step keeps the values that it builds when its keys are read.
     return _changed_sampling(peek(step, "extras") or {})
+
+
+def left_out(step: Any) -> str | None:
+    """Return why a step's call is not to be trained, or None."""
+    return _text((peek(step, "extras") or {}).get(LEFT_OUT))
 
 
 def _changed_sampling(extras: Mapping[str, Any]) -> str | None:
