@@ -34,6 +34,7 @@ from rolltree.gateway.program import (
     environment_of_program,
     program_path,
     template_values,
+    variables_of,
 )
 from rolltree.gateway.server import Gateway
 from rolltree.gateway.session import GatewaySession, SessionLimits
@@ -49,6 +50,7 @@ from rolltree.sandbox.folder import FolderSandbox, PrivateFolder
 from rolltree.sandbox.local import REACHED_AT
 from rolltree.sandbox.process import OutputTail
 from rolltree.sandbox.unconfined import UnconfinedBackend
+from rolltree.sandbox.warm import Zygote, check_platform, split_command
 from rolltree.store import to_plain
 from rolltree.values.errors import (
     ConfigError,
@@ -100,6 +102,8 @@ class ProgramEnv(Environment):
         env: additional environment variables of the command, texts with the same names.
         pass_env: names of more variables of this process that the command gets. Without a sandbox
             it always gets PATH and LANG.
+        preload: names of modules that a command in Python imports. One process imports them once,
+            and is forked for each rollout (docs/gateway.md, Warm processes).
         time_limit_s: seconds after which the program is ended, not counting waits for the server.
         max_calls, max_tokens: the model calls, or sampled tokens, after which calls are refused.
         train_calls: which calls are trained: `task` (not those beside the task), `all`, conditions
@@ -127,6 +131,7 @@ class ProgramEnv(Environment):
         stdin: str = "",
         env: Mapping[str, str] | None = None,
         pass_env: Sequence[str] = (),
+        preload: Sequence[str] = (),
         time_limit_s: float | None = 600.0,
         max_calls: int | None = None,
         max_tokens: int | None = None,
@@ -154,6 +159,7 @@ class ProgramEnv(Environment):
                 "stdin": stdin,
                 "env": env,
                 "pass_env": pass_env,
+                "preload": preload,
             }
             ours |= {"sandbox": sandbox, "sandbox_limits": sandbox_limits, "collect": collect}
             ignored = [name for name, value in ours.items() if value]
@@ -192,6 +198,7 @@ class ProgramEnv(Environment):
                 "the limits out."
             )
         self.sandbox_limits = sandbox_limits or PROGRAM_LIMITS
+        self._zygote = self._zygote_of(preload)
         self.collect = tuple(collect)
         self.max_file_bytes, self.tail_bytes = max_file_bytes, tail_bytes
         self.max_output_bytes = max_output_bytes
@@ -203,6 +210,23 @@ class ProgramEnv(Environment):
         ] = weakref.WeakKeyDictionary()
         super().__init__(**settings)
         self._check_names()
+
+    def _zygote_of(self, preload: Sequence[str]) -> Zygote | None:
+        if not preload:
+            return None
+        if self.backend is not None:
+            raise ConfigError(
+                "preload has no effect in a sandbox, where each rollout has namespaces of its own "
+                "and a process outside cannot be forked into them. Leave out one of the two."
+            )
+        if isinstance(preload, str):
+            raise ConfigError(f"preload is {preload!r}, but has to be a list of modules.")
+        check_platform()
+        python, _ = split_command([part.text for part in self.command])
+        fixed = [part for part in self.command[: len(python)] if not part.names]
+        if len(fixed) < len(python):
+            raise ConfigError("preload needs the same interpreter for every row; leave it out.")
+        return Zygote([part.fill({}) for part in fixed], preload)
 
     def _refuse_ignored(self, settings: Mapping[str, Any]) -> None:
         ignored = [
@@ -363,6 +387,9 @@ class ProgramEnv(Environment):
                     "cannot be started. Install it, or name its file."
                 )
             command[0] = located
+        if self._zygote is not None:
+            with in_phase("setup"), watch.clock.excluded():
+                await self._zygote.start(variables_of((*PASSED, *self.pass_env)))
         run = asyncio.ensure_future(folder.run(command, stdin=stdin, tail=tail))
         outcome.folder = str(folder.path)
         try:
@@ -387,7 +414,9 @@ class ProgramEnv(Environment):
     async def new_folder(self, reach: Path | None, state: State) -> FolderSandbox:
         """Return a folder for a command; in a sandbox, `reach` is the gateway's socket."""
         if self.backend is None:
-            return await UnconfinedBackend().create(limits=self.sandbox_limits)
+            folder = await UnconfinedBackend().create(limits=self.sandbox_limits)
+            folder.zygote = self._zygote
+            return folder
         assert reach is not None
         return await self.backend.reaching(reach).create(limits=self.sandbox_limits)
 
@@ -516,6 +545,8 @@ class ProgramEnv(Environment):
             elif loop.is_running() and starting.done() and _is_open(starting):
                 asyncio.run_coroutine_threadsafe(starting.result().aclose(), loop)
         self._gateways.clear()
+        if self._zygote is not None:
+            self._zygote.close()
         left, self._folders = list(self._folders.values()), {}
         await asyncio.gather(*(folder.close() for folder in left), return_exceptions=True)
 

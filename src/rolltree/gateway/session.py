@@ -48,7 +48,6 @@ from rolltree.inference.client import ModelClient, merge_sampling, sampling_to_a
 from rolltree.inference.retry import PATIENCE_S
 from rolltree.inference.session import TokenSession
 from rolltree.samples import build_samples
-from rolltree.samples.resolve import LEFT_OUT
 from rolltree.tokens import Break, Trajectory, peek, recorded_routing
 from rolltree.values.errors import ConfigError, StoreError, record_error
 from rolltree.values.seeds import CallSeeds, asked_seed
@@ -862,7 +861,7 @@ class GatewaySession:
         state, steps = self.state, self.trajectory
         left_out = self.left_out
         for index, why in left_out.items():
-            steps[index]["extras"][LEFT_OUT] = why
+            steps[index]["extras"]["left_out"] = why
         if state.get("completion") is None:
             # A title must not pass for the agent's answer; calls that a rule leaves out are said.
             beside = left_out if self.train_calls == "task" else {}

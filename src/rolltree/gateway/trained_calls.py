@@ -48,8 +48,8 @@ class FinishedCall:
     @property
     def answer(self) -> str:
         """The text of the answer."""
-        said = peek(self.step, "completion")
-        return said if isinstance(said, str) else "".join(map(_text, said))
+        answer = peek(self.step, "completion")
+        return answer if isinstance(answer, str) else "".join(map(_text, answer))
 
     @property
     def sent_s(self) -> float:
@@ -161,15 +161,15 @@ def _beside_the_task(calls: Sequence[FinishedCall]) -> list[int]:
     if not main or not others:
         return []
     roots, agents, models = ({getattr(c, n) for c in main} for n in ("root", "agent", "model"))
-    said = _Said(calls)
+    histories = _Histories(calls)
     candidates = [
         call
         for call in others
         if call.root not in roots
         and not (call.agent and call.agent not in agents)
-        and not said.has_turns(call)
+        and not histories.has_turns(call)
     ]
-    is_clear = any(map(said.has_turns, main)) or (
+    is_clear = any(map(histories.has_turns, main)) or (
         len(candidates) <= len(main)
         and all(_system(call) or call.model not in models for call in candidates)
     )
@@ -179,14 +179,14 @@ def _beside_the_task(calls: Sequence[FinishedCall]) -> list[int]:
     # What a call that is left out was told plays no part.
     kept = [call for call in calls if call.index not in left]
     for call in kept:
-        said.keep(call)
+        histories.keep(call)
     end_s = max(call.ended_s for call in main)
     for call in reversed(candidates):
-        is_end = call.sent_s >= end_s - _ROUNDING_S and said.is_made_of(call, kept)
-        if is_end or said.is_used(call):
+        is_end = call.sent_s >= end_s - _ROUNDING_S and histories.is_made_of(call, kept)
+        if is_end or histories.is_used(call):
             left.remove(call.index)
             kept.append(call)
-            said.keep(call)
+            histories.keep(call)
     return sorted(left)
 
 
@@ -199,8 +199,8 @@ def _sides(calls: Sequence[FinishedCall]) -> tuple[list[FinishedCall], list[Fini
     # another model's name makes a call a candidate.
     if len({call.model for call in calls}) < 2:
         return [], []
-    said = _Said(calls)
-    main = [call for call in calls if said.has_turns(call)]
+    histories = _Histories(calls)
+    main = [call for call in calls if histories.has_turns(call)]
     models = {call.model for call in main}
     return main, [call for call in calls if call.model not in models]
 
@@ -209,11 +209,11 @@ _Text: TypeAlias = tuple[str, frozenset[str]]
 """A text in one line, and its lines."""
 
 
-class _Said:
-    """What the calls of a session were told, and what they said."""
+class _Histories:
+    """What the calls of a session were told, and what they histories."""
 
     def __init__(self, calls: Sequence[FinishedCall]) -> None:
-        self._told = {call.index: [*map(_key, _messages(call.prompt))] for call in calls}
+        self._contexts = {call.index: [*map(_key, _messages(call.prompt))] for call in calls}
         self._answers: dict[str, list[int]] = {}
         # The answers in each call's history; empty for a call of a tool.
         self._heard: dict[int, set[str]] = {}
@@ -223,9 +223,11 @@ class _Said:
         self._texts: dict[_Key, _Text] = {}
         for call in calls:
             self._answers.setdefault(call.answer.strip(), []).append(call.index)
-            told = self._told[call.index]
-            self._heard[call.index] = {text.strip() for role, text in told if role == "assistant"}
-            for key in told:
+            context = self._contexts[call.index]
+            self._heard[call.index] = {
+                text.strip() for role, text in context if role == "assistant"
+            }
+            for key in context:
                 self._first.setdefault(key, call.index)
         self._repeated = set().union(*self._heard.values())
 
@@ -238,15 +240,15 @@ class _Said:
 
     def keep(self, call: FinishedCall) -> None:
         """Note a call that is not left out."""
-        for key in self._told[call.index]:
-            # What the model said is no use of what it said elsewhere.
+        for key in self._contexts[call.index]:
+            # That the model writes a text again does not mean that the agent uses it.
             if key[0] != "assistant" or key[1].strip() not in self._answers:
                 self._last[key] = max(call.index, self._last.get(key, -1))
                 self._texts.setdefault(key, _text_of([key]))
 
     def is_used(self, call: FinishedCall) -> bool:
         """Whether a later call that is kept was told its answer."""
-        own = _text_of(self._told[call.index])
+        own = _text_of(self._contexts[call.index])
         # What it was told itself, others may have been told, too.
         parts = [part for part in _parts(call.answer) if not _has(own, part)]
         return any(
@@ -257,7 +259,7 @@ class _Said:
 
     def is_made_of(self, call: FinishedCall, kept: Iterable[FinishedCall]) -> bool:
         """Whether it was told what calls that are kept said, or what their tools did."""
-        own = _text_of(self._told[call.index])
+        own = _text_of(self._contexts[call.index])
         found = [each.answer for each in kept]
         found += [text for role, text in self._last if role == "tool"]
         return any(_has(own, part, is_word=True) for text in found for part in _parts(text))
@@ -271,8 +273,8 @@ def _key(message: ChatMessage) -> _Key:
     return str(message.get("role")), text
 
 
-def _text_of(told: Iterable[_Key]) -> _Text:
-    text = "\n".join(text for _, text in told)
+def _text_of(context: Iterable[_Key]) -> _Text:
+    text = "\n".join(text for _, text in context)
     return _flat(text), frozenset(map(_flat, text.splitlines()))
 
 

@@ -16,7 +16,6 @@ from rolltree.records.values import clean_text, json_text, values_of_rows
 from rolltree.rollouts.conversation import message_list
 from rolltree.rollouts.decode import decode_rollout
 from rolltree.samples import Skipped, SkipReason, build_samples
-from rolltree.samples.resolve import LEFT_OUT
 from rolltree.store import Run, StoredRollout
 from rolltree.values.types import Sample, State
 
@@ -172,7 +171,7 @@ def _learned(sample: Sample) -> Any:
     """Return which tokens of a flat sample are learned, bool `[_T]`."""
     learned = np.zeros(sample.num_tokens, bool)
     # A record's source is the position before its token, whose logits predict it.
-    left_out = [call for _, call, _ in sample.info.get(LEFT_OUT, ())]
+    left_out = [call for _, call, _ in sample.info.get("left_out", ())]
     trained = (sample.records.weight > 0) & ~np.isin(sample.records.call, left_out)
     learned[sample.records.source[trained] + 1] = True
     return learned

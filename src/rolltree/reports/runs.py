@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import RenderableType
@@ -15,13 +15,7 @@ from rich.text import Text
 
 from rolltree.narrator.detectors import Advice, advised
 from rolltree.reports.formatting import counts, duration, number_text, safe_text, text_table
-from rolltree.rollouts.conversation import (
-    conversation_of,
-    message_list,
-    program_ending,
-    program_of,
-)
-from rolltree.samples.resolve import left_out
+from rolltree.rollouts.conversation import conversation_of
 from rolltree.store import Run, RunSummary, to_plain
 from rolltree.tokens import peek
 from rolltree.values.types import RolloutResult, State
@@ -152,10 +146,12 @@ def transcript(
             if result.error is None or error["message"] != result.error.message:
                 said = safe_text(f"{error['type']}: {error['message']}", limit=limit)
                 lines.add_row(Text("scoring", style="bold red"), said)
-        for row in _left_out(state, limit):
-            lines.add_row(Text("left out", style="bold dim"), row)
-        if (program := program_of(state)) is not None:
-            lines.add_row(Text("program", style="bold"), _program(program, limit))
+        marks = ("left_out" in (peek(s, "extras") or {}) for s in state.get("trajectory") or ())
+        if "program" in state or any(marks):
+            from rolltree.reports.programs import agent_rows  # most rollouts have none
+
+            for name, row in agent_rows(state, limit):
+                lines.add_row(Text(name, style="bold"), row)
         lines.add_row(Text("ending", style="bold"), _ending(state, breakdown))
     if result.error is not None:
         said = safe_text(f"{result.error.type}: {result.error.message}", limit=limit)
@@ -170,36 +166,6 @@ def _speaker(state: State) -> Text:
     if state.parent_rollout is None:
         return safe_text(name)
     return safe_text(f"{name}, asked by {state['parent_rollout']}: {state.get('subtask', '')}")
-
-
-def _left_out(state: State, limit: int) -> Iterator[Text]:
-    """Yield the calls that are not trained, with their answers and the reasons."""
-    for index, step in enumerate(state.get("trajectory") or ()):
-        if (why := left_out(step)) is not None:
-            answer = message_list(peek(step, "completion"), "assistant")
-            said = [_body(message, "dim", limit) for message in answer]
-            yield Text("\n").join([safe_text(f"call {index}: {why}", limit=limit), *said])
-
-
-def _program(program: Mapping[str, Any], limit: int) -> Text:
-    """Return how a program ended, what it used, and the end of what it printed."""
-    facts = [program_ending(program)]
-    if _is_number(program.get("wall_s")):
-        facts.append(duration(program["wall_s"]))
-    if files := program.get("files"):
-        facts.append(f"collected {', '.join(map(str, files))}")
-    parts = [safe_text("   ".join(facts), limit=limit)]
-    error, returned = program.get("error"), program.get("returned")
-    if isinstance(error, Mapping):
-        parts.append(safe_text(f"{error.get('type')}: {error.get('message')}", limit=limit))
-    if returned is not None:
-        parts.append(safe_text(f"returned {json.dumps(to_plain(returned))}", limit=limit))
-    for name in ("stdout", "stderr"):
-        said = str(program.get(name) or "").strip()
-        if said:  # its end says most
-            cut = "..." if len(said) > limit else ""
-            parts.append(safe_text(f"{name}: {cut}{said[-limit:]}", style="dim"))
-    return Text("\n").join(parts)
 
 
 def _body(message: Mapping[str, Any], style: str, limit: int) -> Text:

@@ -23,31 +23,6 @@ def conversation_of(state: State) -> tuple[list[Mapping[str, Any]], list[Mapping
     return prompt, [*seen, *message_list(last["completion"], "assistant")]
 
 
-def program_of(state: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Return how the program of a rollout ended, `state["program"]`; None if none was run."""
-    found = state.get("program")
-    # Other environments may have anything under that name.
-    return found if isinstance(found, Mapping) and isinstance(found.get("ended"), str) else None
-
-
-def program_ending(program: Mapping[str, Any]) -> str:
-    """Return how a program ended, in words.
-
-    >>> program_ending({"ended": "exit", "exit_status": 3})
-    'exit status 3'
-    """
-    ended = program["ended"]
-    known = {
-        "exit": f"exit status {program.get('exit_status')}",
-        "signal": f"signal {program.get('signal')}",
-        "time": "ended at its time limit",
-        "output": "ended because it printed too much",
-        "lost": "its supervisor was killed",
-        "closed": "ended with its rollout",
-    }
-    return known.get(ended, f"ended at the limit {ended}")
-
-
 def message_list(value: Any, role: str) -> list[Mapping[str, Any]]:
     """Return the messages of a prompt or a completion; a text is one message of `role`."""
     if isinstance(value, str):

@@ -249,12 +249,7 @@ def _lacks_logprobs(parts: Sequence[Records], groups: Sequence[Group]) -> bool:
     if not unknown:
         return False
     # What is not trained anyway, because of its mask or its sampling, takes no others with it.
-    trained = [
-        call.index
-        for group in groups
-        for call in group
-        if call.changed_sampling is None and call.left_out is None
-    ]
+    trained = [call.index for group in groups for call in group if call.changed_sampling is None]
     return any(
         (np.isnan(part.logprob) & (part.weight != 0) & np.isin(part.call, trained)).any()
         for part in unknown

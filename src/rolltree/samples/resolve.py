@@ -22,8 +22,6 @@ from rolltree.values.errors import TokenError
 from rolltree.values.types import SampleOrigin, State, TrajectoryStep
 
 NO_TOKENS = -1
-LEFT_OUT = "left_out"
-"""The key of a step's `extras` that says why its call is not to be trained."""
 Advantages: TypeAlias = Sequence[float] | NDArray[Any]
 """One value per step of a trajectory."""
 
@@ -140,13 +138,9 @@ def resolve_rollout(
             turn = turn if isinstance(turn, int) else tree.turn(handle)
         reason = _text(extras.get("finish_reason"))
         advantage, changed = fallback if own is None else own, _changed_sampling(extras)
-        left_out = _text(extras.get(LEFT_OUT))
         problem = problems.get(position) if problems else None
-        steps.append(
-            ResolvedStep(
-                position, handle, agent, turn, advantage, reason, changed, left_out, problem
-            )
-        )
+        marks = changed, _text(extras.get("left_out")), problem
+        steps.append(ResolvedStep(position, handle, agent, turn, advantage, reason, *marks))
     truncated, reason = own_truncation(trajectory)
     return ResolvedRollout(
         index=index,
@@ -182,11 +176,6 @@ def changed_sampling(step: Any) -> str | None:
     """
     # `peek`, because a step keeps the values that it builds when its keys are read.
     return _changed_sampling(peek(step, "extras") or {})
-
-
-def left_out(step: Any) -> str | None:
-    """Return why a step's call is not to be trained, or None."""
-    return _text((peek(step, "extras") or {}).get(LEFT_OUT))
 
 
 def _changed_sampling(extras: Mapping[str, Any]) -> str | None:

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from rolltree.environments.rubrics import are_equal
 from rolltree.samples import TruncationEffect, TruncationPolicy, truncation_effect
-from rolltree.samples.resolve import changed_sampling, left_out
+from rolltree.samples.resolve import changed_sampling
 from rolltree.tokens import peek
 from rolltree.training.credit import (
     COMPARING,
@@ -174,7 +174,7 @@ class GroupCredit:
             for member, mine in zip(self.members, self.values, strict=True)
             if not member.failed and member.effect.in_loss
             for value, step in zip(mine, member.state.get("trajectory") or (), strict=True)
-            if changed_sampling(step) is None and left_out(step) is None
+            if changed_sampling(step) is None and "left_out" not in (peek(step, "extras") or {})
         )
 
 

@@ -15,7 +15,6 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from rolltree.samples import Skipped, prune_sample, take_records
-from rolltree.samples.resolve import LEFT_OUT
 from rolltree.tokens import ROUTED_EXPERTS
 from rolltree.training.algorithms import Algorithm
 from rolltree.training.layout import BoolArray, LongArray, rollout_names
@@ -24,9 +23,7 @@ from rolltree.values.types import Records, Sample
 
 CHANGED_SAMPLING = "changed_sampling"
 _ADVICE = {
-    LEFT_OUT: (
-        "is left out: {detail}. The rule is that of its session (docs/gateway.md, What is trained)."
-    ),
+    "left_out": "is left out: {detail}. Its session's train_calls says so (docs/gateway.md).",
     CHANGED_SAMPLING: (
         "was sampled with {detail}. Importance ratios are computed from the full distribution "
         "(temperature above 0, nothing cut off, penalised or biased). Take the setting out of what "
@@ -178,7 +175,7 @@ def _masked(
 def _unusable(sample: Sample, algorithm: Algorithm, limits: TrainableLimits) -> Iterator[_Fault]:
     """Yield the records that cannot be trained, by reason."""
     records, supervised = sample.records, algorithm.supervised
-    for name in (LEFT_OUT,) if supervised else (LEFT_OUT, CHANGED_SAMPLING, "misspelled"):
+    for name in ("left_out",) if supervised else ("left_out", CHANGED_SAMPLING, "misspelled"):
         texts = {(rollout << 32) | call: text for rollout, call, text in sample.info.get(name, ())}
         if texts:
             calls = _calls(records)

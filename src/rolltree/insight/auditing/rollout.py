@@ -22,11 +22,11 @@ from rolltree.insight.auditing.rules import ROLLOUT_RULES, PlannedSettings
 from rolltree.insight.auditing.text import TextCheck
 from rolltree.insight.credit_states import credit_state
 from rolltree.rollouts.decode import UNREADABLE, decode_rollout
+from rolltree.rollouts.programs import why_left_out
 from rolltree.rollouts.record import encode_result
 from rolltree.samples.build import trajectory_breaks
 from rolltree.samples.resolve import (
     changed_sampling,
-    left_out,
     not_the_models_own,
     resolve_tokens,
 )
@@ -94,7 +94,7 @@ class Call:
     @property
     def left_out(self) -> str | None:
         """Why it is not to be trained, if so."""
-        return left_out(self.step)
+        return why_left_out(self.step)
 
     @property
     def logprobs(self) -> Any:

@@ -13,13 +13,9 @@ from rolltree.records.rewards import reward_parts
 from rolltree.records.token_rows import call_rows, state_of
 from rolltree.records.tokenizer import shown_tokenizer
 from rolltree.records.values import values_of_rows
-from rolltree.rollouts.conversation import (
-    conversation_of,
-    message_list,
-    program_ending,
-    program_of,
-)
+from rolltree.rollouts.conversation import conversation_of, message_list
 from rolltree.rollouts.decode import decode_rollout
+from rolltree.rollouts.programs import program_ending, program_of
 from rolltree.store import Run, StoredRollout, to_plain
 from rolltree.tokens import peek
 from rolltree.values.state import tool_errors
@@ -122,15 +118,15 @@ def _messages(state: State) -> list[dict[str, Any]]:
 def _left_out(
     state: State, calls: Sequence[Mapping[str, Any]], messages: Sequence[Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
-    said = {message["call"] for message in messages}
-    found = []
+    shown = {message["call"] for message in messages}
+    rows = []
     for each in calls:
-        if each["left_out"] is None or each["call"] in said:
+        if each["left_out"] is None or each["call"] in shown:
             continue
         step = state["trajectory"][each["call"]]
         asked = message_list(peek(step, "prompt"), "user")[-1:]
         answer = message_list(peek(step, "completion"), "assistant")
-        found.append(
+        rows.append(
             {
                 "call": each["call"],
                 "why": each["left_out"],
@@ -140,7 +136,7 @@ def _left_out(
                 ],
             }
         )
-    return found[:_MOST_LEFT_OUT]
+    return rows[:_MOST_LEFT_OUT]
 
 
 def _program(state: State) -> dict[str, Any] | None:

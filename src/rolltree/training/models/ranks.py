@@ -32,7 +32,6 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from rolltree.samples import SampleStream
-from rolltree.samples.resolve import LEFT_OUT
 from rolltree.training.forward import LogprobModel
 from rolltree.values.errors import ConfigError, RankLost
 from rolltree.values.types import Sample
@@ -199,7 +198,7 @@ def decode(data: bytes) -> Any:
 
 def samples_to_data(samples: Sequence[Sample]) -> list[Sample]:
     """Return samples for `encode`, with only the part of `info` that training reads."""
-    calls = dict.fromkeys((LEFT_OUT, "changed_sampling", "misspelled"), ())
+    calls = dict.fromkeys(("left_out", "changed_sampling", "misspelled"), ())
     read: dict[str, Any] = {"streams": {}, "rollouts": (), **calls}
     return [
         replace(s, info={name: s.info.get(name, empty) for name, empty in read.items()})
