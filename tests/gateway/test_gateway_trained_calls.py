@@ -286,6 +286,14 @@ async def test_an_agent_with_a_name_of_its_own_is_trained():
     assert await agent.left_out() == []
 
 
+async def test_steps_of_the_program_itself_change_nothing():
+    agent = Agent()
+    agent.session.state["trajectory"].append({"prompt": "p", "completion": "c", "extras": {}})
+    await agent.ask("A title", system(TITLE), user(TASK), model=SMALL)
+    await use_tool(agent, system(CODER), user(TASK))
+    assert await agent.left_out() == [1]
+
+
 # -- rules ---------------------------------------------------------------------------------------
 
 

@@ -208,8 +208,9 @@ class GatewaySession:
         # Maps a tool call's id to the id of the first answer that has it.
         self._tool_calls: dict[str, str] = {}
         self._options: dict[bytes, Any] = {}
-        # Of each recorded call: the model that it asked for, and the names of its tools.
-        self._asked: list[tuple[str, tuple[str, ...]]] = []
+        # Of each recorded call: its number, its step, the model that it asked for, and the names of
+        # its tools. A program in this process may put steps of its own into the trajectory.
+        self._asked: list[tuple[int, TrajectoryStep, str, tuple[str, ...]]] = []
         self._tool_names: dict[tuple[str, ...], tuple[str, ...]] = {}
         self._flights: dict[str, _Flight] = {}
         self._by_key: dict[str, _Flight] = {}
@@ -275,8 +276,8 @@ class GatewaySession:
     def left_out(self) -> dict[int, str]:
         """The calls that `train_calls` leaves out as far as it is known now, and why, by step."""
         calls = [
-            FinishedCall(index, _agent_of(step), *asked, step)
-            for index, (step, asked) in enumerate(zip(self.trajectory, self._asked, strict=True))
+            FinishedCall(index, _agent_of(step), model, tools, step)
+            for index, step, model, tools in self._asked
         ]
         return calls_left_out(calls, self.train_calls)
 
@@ -788,13 +789,13 @@ class GatewaySession:
         tools: Sequence[ToolSchema],
     ) -> int:
         """Append a finished call to the trajectory; return its step."""
-        names = tuple(str(tool.get("function", tool).get("name")) for tool in tools)
-        self._asked.append((model, self._tool_names.setdefault(names, names)))
         completion: Messages = [response.message] if is_chat else response.text
         number = len(self.trajectory)
-        self.trajectory.append_call(
+        step = self.trajectory.append_call(
             prompt=prompt, completion=completion, response=response, agent=agent, turn=number
         )
+        names = tuple(str(tool.get("function", tool).get("name")) for tool in tools)
+        self._asked.append((number, step, model, self._tool_names.setdefault(names, names)))
         self.num_sampled_tokens += response.num_completion_tokens
         return number
 
@@ -860,16 +861,17 @@ class GatewaySession:
     def _finish_state(self) -> None:
         state, steps = self.state, self.trajectory
         left_out = self.left_out
-        for index, why in left_out.items():
-            steps[index]["extras"]["left_out"] = why
+        for index, step, *_ in self._asked:
+            if index in left_out:
+                step["extras"]["left_out"] = left_out[index]
+        # A title must not pass for the agent's answer; what a rule leaves out is a part of it.
+        beside = left_out if self.train_calls == "task" else {}
+        kept = [step for index, step in enumerate(steps) if index not in beside]
+        if not state.prompt and kept:
+            state.prompt = peek(kept[0], "prompt")
         if state.get("completion") is None:
-            # A title must not pass for the agent's answer; calls that a rule leaves out are said.
-            beside = left_out if self.train_calls == "task" else {}
-            said = [step for index, step in enumerate(steps) if index not in beside]
-            if not state.prompt and said:
-                state.prompt = peek(said[0], "prompt")
             # Without a copy where nothing is left out: the trajectory knows its conversation.
-            state.completion = self._completion(said if beside else steps)
+            state.completion = self._completion(kept if beside else steps)
         timing = cast(RolloutTiming, state.timing)
         timing["generation_ms"] = (time.monotonic() - self._began_s) * 1000.0
         timing["total_ms"] = timing["generation_ms"] + timing["scoring_ms"]

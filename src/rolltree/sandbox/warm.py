@@ -14,6 +14,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -77,7 +78,7 @@ class Zygote:
 
     def __init__(self, python: Sequence[str], modules: Sequence[str]) -> None:
         self.python, self.modules = list(python), list(modules)
-        self._lock = asyncio.Lock()
+        self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
 
@@ -87,10 +88,17 @@ class Zygote:
         Raises:
             ConfigError: a module cannot be imported, or starts threads.
         """
-        async with self._lock:
-            if self._process is None or self._process.poll() is not None:
+        if not self._is_running():
+            await asyncio.to_thread(self._ensure, env)
+
+    def _is_running(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    def _ensure(self, env: Mapping[str, str]) -> None:
+        with self._lock:  # others wait for the same start, in whatever event loop
+            if not self._is_running():
                 self.close()
-                await asyncio.to_thread(self._start, env)
+                self._start(env)
 
     def _start(self, env: Mapping[str, str]) -> None:
         own, other = socket.socketpair()

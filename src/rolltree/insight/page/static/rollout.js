@@ -27,7 +27,8 @@ export async function render(root, params, api) {
       "aria-label": `${by < 0 ? "Previous" : "Next"} ${listed ? "of the list" : "rollout of this request"}` });
   };
   const broken = breaks(found.breaks, tokens);
-  const leftOut = new Map(found.calls.filter((each) => !isNone(each.left_out)).map((each) => [each.call, each.left_out]));
+  const leftOut = new Map(found.calls.filter((each) => !isNone(each.left_out))
+    .map((each) => [each.call, each.left_out]));
   const said = (each) => message(each, tokens, leftOut.get(each.call));
   const { min_version: oldest, max_version: newest } = row;
   const expected = found.input.answer;
@@ -71,8 +72,9 @@ export async function render(root, params, api) {
       h("div", null, section("Conversation", h("div", { class: "conversation" },
         found.messages.length ? found.messages.map(said)
           : h("p", { class: "muted" }, "No message was stored."))),
-      found.left_out.length > 0 && section("Beside the conversation", found.left_out.map((each) => h("div", { class: "conversation" },
-        h("p", { class: "muted small" }, `Not trained: ${each.why}`), each.messages.map(said))))),
+      found.left_out.length > 0 && section("Beside the conversation", found.left_out.map((each) =>
+        h("div", { class: "conversation" },
+          h("p", { class: "muted small" }, `Not trained: ${each.why}`), each.messages.map(said))))),
       h("aside", null, paid(found.rewards, row), program(found.program), timing(found, tokens))),
     broken,
     steps(found.calls, tokens),
@@ -111,7 +113,8 @@ function program(found) {
     ["raised", error ? `${error.type}: ${error.message}` : null],
     ["returned", isNone(found.returned) ? null : folded(found.returned, 400)],
   ];
-  const output = (name) => found[name] && [h("p", { class: "muted small" }, name), h("pre", null, folded(found[name], 2000))];
+  const output = (name) => found[name]
+    && [h("p", { class: "muted small" }, name), h("pre", null, folded(found[name], 2000))];
   return section("Program", factList(facts), output("stdout"), output("stderr"));
 }
 
@@ -179,7 +182,8 @@ function steps(list, tokens) {
     ["agent", "agent", String], ["turn", "turn", String], ["reward", "reward", num, true],
     ["advantage", "advantage", signed, true], ["prompt", "num_prompt_tokens", count, true],
     ["new", "num_new_tokens", count, true], ["sampled", "num_completion_tokens", count, true],
-    ["mean logprob", "mean_logprob", num, true], ["finish", "finish_reason", String], ["not trained", "left_out", String],
+    ["mean logprob", "mean_logprob", num, true], ["finish", "finish_reason", String],
+    ["not trained", "left_out", String],
   ].filter(([, name]) => list.some((each) => (each[name] ?? "") !== ""));
   return section("Steps", plainTable(["call", ...columns.map(([title]) => title)],
     list.map((each) => [h("a", { href: tokens(each.call) }, each.call),
