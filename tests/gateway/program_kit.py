@@ -12,10 +12,10 @@ ASK = """
 import json, os, socket, sys, time
 from urllib.parse import urlsplit
 
-def ask(text, url=None):
+def ask(text, url=None, **more):
     url = urlsplit(url or os.environ["OPENAI_BASE_URL"])
     messages = [{"role": "user", "content": text}] if isinstance(text, str) else text
-    body = json.dumps({"model": "m", "messages": messages}).encode()
+    body = json.dumps({"model": "m", "messages": messages, **more}).encode()
     connection = socket.create_connection((url.hostname, url.port))
     connection.sendall(
         f"POST {url.path}/chat/completions HTTP/1.1\\r\\nHost: {url.netloc}\\r\\n"

@@ -11,6 +11,7 @@ from program_kit import rows, said, script, wait_for_death
 
 import rolltree as rt
 from rolltree.cli import app
+from rolltree.insight.page.rollout_view import rollout_view
 from rolltree.rollouts.decode import decode_results
 from rolltree.store import Run
 from rolltree.testing import ScriptedClient, ScriptedServer
@@ -160,6 +161,50 @@ def test_it_trains(tmp_path):
     assert [state["error"] for state in states] == [None] * 16
     assert {len(state["trajectory"]) for state in states} == {2}
     assert rt.audit(tmp_path / "run").ok
+
+
+WITH_TITLE = """
+tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+system = {"role": "system", "content": "You give titles."}
+ask([system, {"role": "user", "content": "name it"}], model="small")
+print(ask(sys.argv[1], tools=[tool]))
+print("a warning", file=sys.stderr)
+"""
+
+
+def test_a_title_is_left_out_by_training_and_by_every_command(tmp_path):
+    pytest.importorskip("torch")
+    env, run = an_environment(tmp_path / "titled", WITH_TITLE), tmp_path / "run"
+    settings = {"model": "tiny", "group_size": 2, "groups_per_step": 2, "sampling_max_tokens": 4}
+    settings |= {"skip_zero_advantage": False, "run_dir": run, "reporter": rt.Silent()}
+    environment = rt.load_environment(env, num=2)
+    report = rt.train(environment=environment, **settings, num_steps=1)
+    assert report.metrics[0]["masked/left_out"] == report.metrics[0]["masked/num_calls"] == 4
+    with rt.read_run(run) as data:
+        calls = list(data.calls(phase="train").rows())
+        sft = list(data.sft(phase="train").rows())
+    assert [bool(row["left_out"]) for row in calls] == [True, False] * 4
+    assert report.metrics[0]["train/num_records"] == sum(
+        row["num_completion_tokens"] for row in calls if not row["left_out"]
+    )
+    trained = sum(sum(row["loss_mask"]) for row in sft)
+    assert trained == report.metrics[0]["train/num_records"]
+    assert rt.audit(run).ok
+    assert "replay equal" in invoke("replay", run, "--env", env).stdout
+    scored = tmp_path / "scored"
+    assert invoke("rescore", run, "--env", env, "--run", scored).exit_code == 0
+    for stored in (run, scored):
+        shown = invoke("show", stored, "--transcripts", 4).stdout
+        assert "call 0: beside the task" in shown
+        assert "exit status 0" in shown
+        assert "stderr: a warning" in shown
+    with Run.open(run, mode="r") as stored:
+        view = rollout_view(stored, next(iter(calls))["request_id"])
+    assert view["program"]["how"] == "exit status 0"
+    assert view["program"]["stderr"] == "a warning\n"
+    (beside,) = view["left_out"]
+    assert (beside["call"], beside["messages"][0]["content"]) == (0, "name it")
+    assert [message["call"] for message in view["messages"]] == [None, 1]
 
 
 def test_the_example_plays_the_same_in_process_and_as_a_command():

@@ -45,6 +45,7 @@ ALLOWED = {
     "sandbox/mount.py": "/proc",
     "sandbox/process.py": "/proc, and files of the package",
     "sandbox/repl.py": "a program of its own, which has only the standard library: /dev/null",
+    "sandbox/zygote.py": "a program of its own, with only the standard library: a program's file",
     "sandbox/supervisor.py": "a program of its own, with only the standard library: /proc",
     "store/export.py:write_lines": "a temporary file of `whole_file`",
     "training/config.py:_read_toml": "a config that the user names",

@@ -22,6 +22,7 @@ from rolltree.records import audit
 from rolltree.samples import build_samples
 from rolltree.store import Run
 from rolltree.training import Silent, load_train_config
+from rolltree.training.models.ranks import decode, encode, samples_from_data, samples_to_data
 from rolltree.values.errors import ConfigError, NonFiniteStep, TrainingError
 
 SCOPES = ("step", "turn", "interleave", "tree")
@@ -93,6 +94,25 @@ def test_supervised_losses_read_tokens_sampled_in_any_way():
     worker = trainer(tiny_model("llama"), algorithm={"name": "sft"})
     _, masked = worker.trainable(build_samples(rollouts).samples)
     assert not masked.num_calls
+
+
+@pytest.mark.parametrize("scope", SCOPES)
+@pytest.mark.parametrize("algorithm", ["grpo", "sft"])
+def test_a_call_that_its_session_leaves_out_is_context_only(algorithm, scope):
+    model = tiny_model("llama")
+    rollouts = states(model=model)
+    rollouts[1]["trajectory"][1]["extras"]["left_out"] = "beside the task"
+    worker = trainer(model, algorithm={"name": algorithm})
+    samples, masked = worker.trainable(
+        samples_from_data(decode(encode(samples_to_data(build_samples(rollouts, scope).samples))))
+    )
+    assert masked.num_calls == {"left_out": 1}
+    assert masked.sentences["left_out"].startswith(
+        "call 1 of rollout r1 is left out: beside the task."
+    )
+    wanted = build_samples(masked_by_hand(states(model=model)), scope).samples
+    if algorithm == "grpo":
+        assert difference(gradient_of(worker, samples), gradient_of(worker, wanted)) < FLOAT32
 
 
 class TestRefuse:
@@ -216,6 +236,14 @@ class Constrained(LetterSource):
         return found
 
 
+class Beside(Constrained):
+    async def run_request(self, request, client):
+        found = await super().run_request(request, client)
+        for state in found if self.wanted(request) else ():
+            state["trajectory"][1]["extras"] |= {"sampling": {}, "left_out": "beside the task"}
+        return found
+
+
 class Everywhere(LetterSource):
     async def run_request(self, request, client):
         found = await super().run_request(request, client)
@@ -261,6 +289,14 @@ class TestRuns:
         assert [step["masked/changed_sampling"] for step in report.metrics] == [2.0] * 4
         (notice,) = [text for text in said.texts if "cannot be trained" in text]
         assert "was sampled with top_k = 5" in notice
+        assert audit(tmp_path / "run").findings == ()
+
+    def test_a_run_leaves_out_what_sessions_leave_out(self, model, tmp_path):
+        said = Notices()
+        report = start(make_config(model, tmp_path / "run"), Beside(), reporter=said)
+        assert [step["masked/left_out"] for step in report.metrics] == [2.0] * 4
+        (notice,) = [text for text in said.texts if "masked/left_out" in text]
+        assert "is left out: beside the task" in notice
         assert audit(tmp_path / "run").findings == ()
 
     def test_a_step_of_such_calls_only_leaves_the_weights(self, model, tmp_path):

@@ -107,7 +107,7 @@ def environment_of_program(
 ) -> dict[str, str]:
     """Return a program's variables: its model's URLs and key, those passed on, and its own."""
     return {
-        **{name: os.environ[name] for name in passed if name in os.environ},
+        **variables_of(passed),
         "OPENAI_BASE_URL": f"{root_url}/v1",
         "OPENAI_API_KEY": api_key,
         # Anthropic's clients add /v1 themselves.
@@ -115,6 +115,11 @@ def environment_of_program(
         "ANTHROPIC_API_KEY": api_key,
         **own,
     }
+
+
+def variables_of(names: Sequence[str]) -> dict[str, str]:
+    """Return those of these variables that this process has."""
+    return {name: os.environ[name] for name in names if name in os.environ}
 
 
 def program_path(name: str, path: str) -> str | None:

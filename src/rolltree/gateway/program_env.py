@@ -35,9 +35,11 @@ from rolltree.gateway.program import (
     environment_of_program,
     program_path,
     template_values,
+    variables_of,
 )
 from rolltree.gateway.server import Gateway
 from rolltree.gateway.session import GatewaySession, SessionLimits
+from rolltree.gateway.trained_calls import TrainCalls, checked_rule
 from rolltree.inference.call import ModelCall
 from rolltree.inference.client import ModelClient, as_client
 from rolltree.inference.client_base import DelegatingClient
@@ -49,8 +51,8 @@ from rolltree.sandbox.folder import FolderSandbox, PrivateFolder
 from rolltree.sandbox.local import REACHED_AT
 from rolltree.sandbox.process import OutputTail
 from rolltree.sandbox.unconfined import UnconfinedBackend
+from rolltree.sandbox.warm import Zygote, check_platform, split_command
 from rolltree.store import to_plain
-from rolltree.tokens import peek
 from rolltree.values.errors import (
     ConfigError,
     ProgramError,
@@ -101,9 +103,13 @@ class ProgramEnv(Environment):
         env: additional environment variables of the command, texts with the same names.
         pass_env: names of more variables of this process that the command gets. Without a sandbox
             it always gets PATH and LANG.
+        preload: names of modules that a command in Python imports. One process imports them once,
+            and is forked for each rollout (docs/gateway.md, Warm processes).
         time_limit_s: seconds after which the program is ended, not counting waits for the server.
         max_calls, max_tokens: the model calls, or sampled tokens, after which calls are refused.
         drop_fields: names of fields that are taken out of the program's requests, and noted.
+        train_calls: which calls are trained: `task` (not those beside the task), `all`, conditions
+            as a dict, or a function of a `FinishedCall` (docs/gateway.md, What is trained).
         sandbox: "local" or a `LocalBackend`: the command can reach the gateway and nothing else.
             None runs it as the user of this process.
         sandbox_limits: the command's limits in the sandbox.
@@ -127,10 +133,12 @@ class ProgramEnv(Environment):
         stdin: str = "",
         env: Mapping[str, str] | None = None,
         pass_env: Sequence[str] = (),
+        preload: Sequence[str] = (),
         time_limit_s: float | None = 600.0,
         max_calls: int | None = None,
         max_tokens: int | None = None,
         drop_fields: Sequence[str] = (),
+        train_calls: TrainCalls = "task",
         sandbox: str | LocalBackend | None = None,
         sandbox_limits: Limits | None = None,
         collect: Sequence[str] = (),
@@ -154,6 +162,7 @@ class ProgramEnv(Environment):
                 "stdin": stdin,
                 "env": env,
                 "pass_env": pass_env,
+                "preload": preload,
             }
             ours |= {"sandbox": sandbox, "sandbox_limits": sandbox_limits, "collect": collect}
             ignored = [name for name, value in ours.items() if value]
@@ -185,6 +194,7 @@ class ProgramEnv(Environment):
             raise ConfigError(f"time_limit_s is {time_limit_s}; no program could even start.")
         self.session_limits = SessionLimits(max_calls=max_calls, max_tokens=max_tokens)
         self.drop_fields = checked_names(drop_fields)
+        self.train_calls = checked_rule(train_calls)
         self.backend = _local_backend(sandbox)
         if sandbox is None and sandbox_limits is not None:
             raise ConfigError(
@@ -192,6 +202,7 @@ class ProgramEnv(Environment):
                 "the limits out."
             )
         self.sandbox_limits = sandbox_limits or PROGRAM_LIMITS
+        self._zygote = self._zygote_of(preload)
         self.collect = tuple(collect)
         self.max_file_bytes, self.tail_bytes = max_file_bytes, tail_bytes
         self.max_output_bytes = max_output_bytes
@@ -203,6 +214,23 @@ class ProgramEnv(Environment):
         ] = weakref.WeakKeyDictionary()
         super().__init__(**settings)
         self._check_names()
+
+    def _zygote_of(self, preload: Sequence[str]) -> Zygote | None:
+        if not preload:
+            return None
+        if self.backend is not None:
+            raise ConfigError(
+                "preload has no effect in a sandbox, where each rollout has namespaces of its own "
+                "and a process outside cannot be forked into them. Leave out one of the two."
+            )
+        if isinstance(preload, str):
+            raise ConfigError(f"preload is {preload!r}, but has to be a list of modules.")
+        check_platform()
+        python, _ = split_command([part.text for part in self.command])
+        fixed = [part for part in self.command[: len(python)] if not part.names]
+        if len(fixed) < len(python):
+            raise ConfigError("preload needs the same interpreter for every row; leave it out.")
+        return Zygote([part.fill({}) for part in fixed], preload)
 
     def _refuse_ignored(self, settings: Mapping[str, Any]) -> None:
         ignored = [
@@ -261,8 +289,9 @@ class ProgramEnv(Environment):
                 self._settle(state, session, watch, outcome)
             finally:
                 if state.trajectory:
-                    # The model continued the program's first prompt, not the row's.
-                    state.prompt = peek(state.trajectory[0], "prompt")
+                    # The model continued the program's first prompt, not the row's: the session
+                    # puts it there.
+                    state.prompt = []
                 await run_shielded(session.aclose())
         except Exception as error:  # noqa: BLE001  a failed rollout is data
             self.record_failure(state, error)
@@ -310,6 +339,7 @@ class ProgramEnv(Environment):
             sampling=args,
             limits=self.session_limits,
             drop_fields=self.drop_fields,
+            train_calls=self.train_calls,
         )
 
     async def _run(
@@ -362,6 +392,9 @@ class ProgramEnv(Environment):
                     "cannot be started. Install it, or name its file."
                 )
             command[0] = located
+        if self._zygote is not None:
+            with in_phase("setup"), watch.clock.excluded():
+                await self._zygote.start(variables_of((*PASSED, *self.pass_env)))
         run = asyncio.ensure_future(folder.run(command, stdin=stdin, tail=tail))
         outcome.folder = str(folder.path)
         try:
@@ -386,7 +419,9 @@ class ProgramEnv(Environment):
     async def new_folder(self, reach: Path | None, state: State) -> FolderSandbox:
         """Return a folder for a command; in a sandbox, `reach` is the gateway's socket."""
         if self.backend is None:
-            return await UnconfinedBackend().create(limits=self.sandbox_limits)
+            folder = await UnconfinedBackend().create(limits=self.sandbox_limits)
+            folder.zygote = self._zygote
+            return folder
         assert reach is not None
         return await self.backend.reaching(reach).create(limits=self.sandbox_limits)
 
@@ -515,6 +550,8 @@ class ProgramEnv(Environment):
             elif loop.is_running() and starting.done() and _is_open(starting):
                 asyncio.run_coroutine_threadsafe(starting.result().aclose(), loop)
         self._gateways.clear()
+        if self._zygote is not None:
+            self._zygote.close()
         left, self._folders = list(self._folders.values()), {}
         await asyncio.gather(*(folder.close() for folder in left), return_exceptions=True)
 

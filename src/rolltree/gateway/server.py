@@ -20,6 +20,7 @@ from rolltree.gateway.app import GatewayApp
 from rolltree.gateway.journal import Journal, KeptSession
 from rolltree.gateway.serve.app import ServerOptions
 from rolltree.gateway.session import NO_LIMITS, GatewaySession, SessionLimits
+from rolltree.gateway.trained_calls import TrainCalls, checked_rule
 from rolltree.gateway.wire import WRITE_TIMEOUT_S
 from rolltree.inference.client import as_client, check_sampling_names
 from rolltree.rollouts.record import encode_result
@@ -47,6 +48,7 @@ class SessionSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_tokens: int | None = None
     time_limit_s: float | None = None
     drop_fields: list[str] = []
+    train_calls: str | dict[str, Any] | None = None
     info: dict[str, Any] = {}
 
 
@@ -78,6 +80,9 @@ class Gateway:
         allowed_hosts: further names under which the gateway is reached, such as
             `host.containers.internal:8000`.
         limits: the limits of sessions that set none.
+        train_calls: which calls are trained of sessions that do not say it, as in
+            `GatewaySession`. A function is not stored: a gateway that restores sessions with one
+            needs it again.
         read_timeout_s, write_timeout_s: how long a request may take to arrive, and how long a
             client may take to read a part of its answer.
         max_sessions: the most sessions that may be open at a time.
@@ -100,6 +105,7 @@ class Gateway:
         unix_socket: str | Path | None = None,
         allowed_hosts: Sequence[str] = (),
         limits: SessionLimits = NO_LIMITS,
+        train_calls: TrainCalls = "task",
         read_timeout_s: float = READ_TIMEOUT_S,
         write_timeout_s: float = WRITE_TIMEOUT_S,
         max_sessions: int = 10_000,
@@ -112,6 +118,7 @@ class Gateway:
         self.sessions: dict[str, GatewaySession] = {}
         """The open sessions, by id."""
         self.limits, self.max_sessions = limits, max_sessions
+        self.train_calls = checked_rule(train_calls)
         self.read_timeout_s, self.write_timeout_s = read_timeout_s, write_timeout_s
         self.url = ""
         """The gateway's URL, without a path; empty until it is started."""
@@ -211,6 +218,7 @@ class Gateway:
         seed: int | None = None,
         limits: SessionLimits | None = None,
         drop_fields: Sequence[str] = (),
+        train_calls: TrainCalls | None = None,
         info: Mapping[str, Any] | None = None,
         **unknown: Any,
     ) -> GatewaySession:
@@ -246,6 +254,7 @@ class Gateway:
             seed=seed,
             limits=self.limits if limits is None else limits,
             drop_fields=drop_fields,
+            train_calls=self.train_calls if train_calls is None else train_calls,
             info=info,
             api_key=secrets.token_urlsafe(24),
         )
@@ -269,12 +278,20 @@ class Gateway:
 
     def _restore(self, session_id: str, kept: KeptSession) -> None:
         settings = dict(kept.settings)
+        # Sessions of older versions do not say it.
+        rule = settings.pop("train_calls", "task")
+        if rule is None and not callable(self.train_calls):
+            raise ConfigError(
+                f"a function says which calls of the session {session_id!r} are trained, and "
+                "functions are not stored. Pass it to the gateway: train_calls=..."
+            )
         made = self._make(
             session_id,
             client=self.client,
             patience_s=PATIENCE_LIMIT_S,
             key_digest=settings.pop("key_digest"),
             limits=SessionLimits(**settings.pop("limits")),
+            train_calls=self.train_calls if rule is None else rule,
             **settings,
         )
         made.restore(kept)
@@ -322,6 +339,7 @@ class Gateway:
             seed=given.seed,
             limits=limits,
             drop_fields=given.drop_fields,
+            train_calls=given.train_calls,
             info=given.info,
         )
 

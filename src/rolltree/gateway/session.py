@@ -38,6 +38,12 @@ from rolltree.gateway.calls import (
 from rolltree.gateway.fields import checked_names
 from rolltree.gateway.journal import JournalFile, KeptCall, KeptSession
 from rolltree.gateway.messages import chat_messages
+from rolltree.gateway.trained_calls import (
+    FinishedCall,
+    TrainCalls,
+    calls_left_out,
+    checked_rule,
+)
 from rolltree.inference.call import ModelCall
 from rolltree.inference.chat import ChatRenderer
 from rolltree.inference.client import ModelClient, merge_sampling, sampling_to_args
@@ -57,6 +63,8 @@ from rolltree.values.types import (
     SamplingArgs,
     SamplingParams,
     State,
+    ToolSchema,
+    TrajectoryStep,
     TruncationReason,
 )
 from rolltree.web.guard import RequestError, digest_of, has_digest
@@ -140,6 +148,8 @@ class GatewaySession:
         limits: the most that it may use.
         drop_fields: names of fields that are taken out of its requests, and noted
             (`reasoning.context` is a field of the object `reasoning`).
+        train_calls: which calls are trained: `task` (not those beside the task), `all`, conditions
+            as a dict, or a function of a `FinishedCall` (docs/gateway.md, What is trained).
         info: JSON data to keep with the session.
         opened_s: when it was opened, in seconds since the epoch.
         journal: the file that finished calls are written to.
@@ -161,6 +171,7 @@ class GatewaySession:
         seed: int | None = None,
         limits: SessionLimits = NO_LIMITS,
         drop_fields: Sequence[str] = (),
+        train_calls: TrainCalls = "task",
         info: Mapping[str, Any] | None = None,
         opened_s: float | None = None,
         journal: JournalFile | None = None,
@@ -183,6 +194,7 @@ class GatewaySession:
         )
         merge_sampling(self.sampling, None)  # raises now rather than in every call
         self.seed, self.drop_fields = seed, checked_names(drop_fields)
+        self.train_calls = checked_rule(train_calls)
         self.opened_s = time.time() if opened_s is None else opened_s
         self.state = new_state(session_id, self.opened_s) if state is None else state
         self.ended: TruncationReason | None = None
@@ -201,6 +213,10 @@ class GatewaySession:
         # Maps a tool call's id to the id of the first answer that has it.
         self._tool_calls: dict[str, str] = {}
         self._options: dict[bytes, Any] = {}
+        # Of each recorded call: its number, its step, the model that it asked for, and the names of
+        # its tools. A program in this process may put steps of its own into the trajectory.
+        self._asked: list[tuple[int, TrajectoryStep, str, tuple[str, ...]]] = []
+        self._tool_names: dict[tuple[str, ...], tuple[str, ...]] = {}
         self._flights: dict[str, _Flight] = {}
         self._by_key: dict[str, _Flight] = {}
         # Those of equal requests that were not delivered, and the one that was delivered last.
@@ -262,6 +278,15 @@ class GatewaySession:
         return found
 
     @property
+    def left_out(self) -> dict[int, str]:
+        """The calls that `train_calls` leaves out as far as it is known now, and why, by step."""
+        calls = [
+            FinishedCall(index, _agent_of(step), model, tools, step)
+            for index, step, model, tools in self._asked
+        ]
+        return calls_left_out(calls, self.train_calls)
+
+    @property
     def notes(self) -> dict[str, str]:
         """What of the agent's requests was taken without effect, by name: the first of each."""
         notes: dict[str, str] = {}
@@ -287,6 +312,7 @@ class GatewaySession:
             "seed": self.seed,
             "limits": asdict(self.limits),
             "drop_fields": self.drop_fields,
+            "train_calls": None if callable(self.train_calls) else self.train_calls,
             "info": self.info,
             "opened_s": self.opened_s,
         }
@@ -309,6 +335,7 @@ class GatewaySession:
                 for each in self.breaks
             ],
             "changed_sampling": {str(k): v for k, v in self.changed_sampling.items()},
+            "left_out": {str(k): v for k, v in self.left_out.items()},
             "notes": self.notes,
             "info": self.info,
         }
@@ -767,7 +794,9 @@ class GatewaySession:
         is_chat = isinstance(prompt, list)
         if isinstance(prompt, np.ndarray):
             prompt = self._spelled(prompt)
-        step = self._record(prompt, is_chat, response, flight.origin.agent)
+        step = self._record(
+            prompt, is_chat, response, flight.origin.agent, flight.head.model, call.tools
+        )
         flight.step = step
         if self.journal is not None:
             origin = flight.origin
@@ -789,13 +818,23 @@ class GatewaySession:
         flight.is_kept = True
         return self._answer_of(flight, response)
 
-    def _record(self, prompt: Messages, is_chat: bool, response: ModelResponse, agent: str) -> int:
+    def _record(
+        self,
+        prompt: Messages,
+        is_chat: bool,
+        response: ModelResponse,
+        agent: str,
+        model: str,
+        tools: Sequence[ToolSchema],
+    ) -> int:
         """Append a finished call to the trajectory; return its step."""
         completion: Messages = [response.message] if is_chat else response.text
         number = len(self.trajectory)
-        self.trajectory.append_call(
+        step = self.trajectory.append_call(
             prompt=prompt, completion=completion, response=response, agent=agent, turn=number
         )
+        names = tuple(str(tool.get("function", tool).get("name")) for tool in tools)
+        self._asked.append((number, step, model, self._tool_names.setdefault(names, names)))
         self.num_sampled_tokens += response.num_completion_tokens
         return number
 
@@ -860,10 +899,18 @@ class GatewaySession:
 
     def _finish_state(self) -> None:
         state, steps = self.state, self.trajectory
+        left_out = self.left_out
+        for index, step, *_ in self._asked:
+            if index in left_out:
+                step["extras"]["left_out"] = left_out[index]
+        # A title must not pass for the agent's answer; what a rule leaves out is a part of it.
+        beside = left_out if self.train_calls == "task" else {}
+        kept = [step for index, step in enumerate(steps) if index not in beside]
+        if not state.prompt and kept:
+            state.prompt = peek(kept[0], "prompt")
         if state.get("completion") is None:
-            if not state.prompt and steps:
-                state.prompt = peek(steps[0], "prompt")
-            state.completion = self._completion()
+            # Without a copy where nothing is left out: the trajectory knows its conversation.
+            state.completion = self._completion(kept if beside else steps)
         timing = cast(RolloutTiming, state.timing)
         timing["generation_ms"] = (time.monotonic() - self._began_s) * 1000.0
         timing["total_ms"] = timing["generation_ms"] + timing["scoring_ms"]
@@ -872,13 +919,13 @@ class GatewaySession:
         state.terminated = not state.truncated
         steps.trim()
 
-    def _completion(self) -> Messages:
+    def _completion(self, steps: Sequence[TrajectoryStep]) -> Messages:
         """Return the completion in the prompt's form: messages or text.
 
         A program may use chat and text completions concurrently. Calls in the other form stay in
         the trajectory; they appear here only if no call has the prompt's form.
         """
-        prompt, steps = self.state.prompt, self.trajectory
+        prompt = self.state.prompt
         is_text = isinstance(prompt, str)
         same = [step for step in steps if isinstance(peek(step, "prompt"), str) is is_text]
         if len(same) == len(steps):
@@ -911,7 +958,9 @@ class GatewaySession:
                 # `known` has none if this model renders other ids: keep the sampled ones.
                 response = response if known.completion_ids is None else known
             self._note_calls(response, kept.head.id)
-            number = self._record(prompt, is_chat, response, kept.agent)
+            number = self._record(
+                prompt, is_chat, response, kept.agent, kept.head.model, kept.tools
+            )
             origin = CallOrigin(kept.agent, kept.key, None, kept.digest)
             flight = _Flight(kept.head, origin, self._interned_options(kept.options))
             flight.step, flight.is_kept = number, True
@@ -941,6 +990,10 @@ def _origins(call: AgentCall, origin: CallOrigin) -> list[CallOrigin]:
         )
         for index in range(call.num_answers)
     ]
+
+
+def _agent_of(step: TrajectoryStep) -> str:
+    return str((peek(step, "extras") or {}).get("agent") or "")
 
 
 def _content_digest(value: object) -> bytes:

@@ -66,6 +66,7 @@ CALLS = (
     Column("wait_ms", "float64", "ms of queueing and retries in it, which time limits leave out"),
     Column("reward", "float64", "the step's own reward"),
     Column("advantage", "float64", "the step's own advantage, if a rubric or script set one"),
+    Column("left_out", "string", "why it is not trained, if its session leaves it out"),
 )
 
 TOKENS = (

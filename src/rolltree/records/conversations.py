@@ -171,7 +171,9 @@ def _learned(sample: Sample) -> Any:
     """Return which tokens of a flat sample are learned, bool `[_T]`."""
     learned = np.zeros(sample.num_tokens, bool)
     # A record's source is the position before its token, whose logits predict it.
-    learned[sample.records.source[sample.records.weight > 0] + 1] = True
+    left_out = [call for _, call, _ in sample.info.get("left_out", ())]
+    trained = (sample.records.weight > 0) & ~np.isin(sample.records.call, left_out)
+    learned[sample.records.source[trained] + 1] = True
     return learned
 
 

@@ -64,6 +64,7 @@ def call_rows(state: State) -> Iterator[dict[str, Any]]:
             "wait_ms": _ms(response, "wait_s"),
             "reward": _real(source.get("reward")),
             "advantage": _real(source.get("advantage")),
+            "left_out": step.left_out,
             **(_sampled_facts(rollout.tree, step.handle, shown) if step.handle >= 0 else {}),
         }
 

@@ -106,14 +106,15 @@ def _sample(
 ) -> Sample:
     origins = [(rollout.index, rollout.origins(calls)) for rollout, calls in parts]
     info["rollouts"] = tuple(index for index, own in origins for _ in own)
-    changed = tuple(
-        (rollout.index, call.index, call.changed_sampling)
-        for rollout, calls in parts
-        for call in calls
-        if call.changed_sampling is not None
-    )
-    if changed:
-        info["changed_sampling"] = changed
+    for name in ("changed_sampling", "left_out"):
+        marks = tuple(
+            (rollout.index, call.index, getattr(call, name))
+            for rollout, calls in parts
+            for call in calls
+            if getattr(call, name) is not None
+        )
+        if marks:
+            info[name] = marks
     together = tuple(origin for _, own in origins for origin in own)
     return Sample(ids, positions, subtree_end, records, together, info)
 

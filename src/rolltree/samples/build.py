@@ -53,6 +53,8 @@ class SampleBatch:
     sampled again or begins another conversation, which `breaks` leaves out; or None), if
     `max_seq_len` cut it, the keys that `cap_sample` adds, and, if a call was not sampled from the
     model's own distribution, `changed_sampling`: (rollout index, call, settings) of each such call.
+    `left_out` has (rollout index, call, reason) of calls whose `extras["left_out"]` says why they
+    are not to be trained, if there are any.
     """
 
     samples: list[Sample]

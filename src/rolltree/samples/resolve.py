@@ -32,7 +32,8 @@ class ResolvedStep:
 
     The handle is `NO_TOKENS` if the step has none. `advantage` is the one that was passed in, else
     the step's, else the state's, else None. `changed_sampling`: see the function of that name.
-    `problem`: why its tokens cannot be used, if it has none for that reason.
+    `left_out`: why its call is not to be trained, if so (design/0027). `problem`: why its tokens
+    cannot be used, if it has none for that reason.
     """
 
     index: int
@@ -42,6 +43,7 @@ class ResolvedStep:
     advantage: float | None
     finish_reason: str | None
     changed_sampling: str | None = None
+    left_out: str | None = None
     problem: str | None = None
 
 
@@ -137,9 +139,8 @@ def resolve_rollout(
         reason = _text(extras.get("finish_reason"))
         advantage, changed = fallback if own is None else own, _changed_sampling(extras)
         problem = problems.get(position) if problems else None
-        steps.append(
-            ResolvedStep(position, handle, agent, turn, advantage, reason, changed, problem)
-        )
+        marks = changed, _text(extras.get("left_out")), problem
+        steps.append(ResolvedStep(position, handle, agent, turn, advantage, reason, *marks))
     truncated, reason = own_truncation(trajectory)
     return ResolvedRollout(
         index=index,

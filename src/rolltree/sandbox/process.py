@@ -24,6 +24,7 @@ import msgspec
 
 from rolltree._helpers.tasks import wait_shielded
 from rolltree.sandbox.interface import Ended, Limits, RunResult
+from rolltree.sandbox.warm import Forked, Zygote
 from rolltree.values.errors import SandboxError
 
 _SUPERVISOR = Path(__file__).with_name("supervisor.py")
@@ -72,6 +73,9 @@ class Launch:
     has_network: bool = False
     # Whether its code can send signals to its supervisor.
     can_be_killed: bool = False
+    # The interpreter that is forked in place of starting the command, and what it runs.
+    zygote: Zygote | None = None
+    program: Sequence[str] = ()
 
 
 Feed: TypeAlias = Callable[[int, bytes], bool]
@@ -176,20 +180,12 @@ class SupervisedProcess:
         }
         held = [fd for fd in (launch.mount_fd, launch.folder_fd) if fd is not None]
         try:
-            self._popen = subprocess.Popen(
-                # Isolated: neither the environment nor a folder can put modules into the
-                # supervisor.
-                [sys.executable, "-I", "-S", str(_SUPERVISOR), json.dumps(spec)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                pass_fds=(control_read, status_write, *held),
-                env=dict(launch.env),
-                cwd="/",
-                # Ctrl-C at the terminal must reach only this process, which then ends the tree.
-                start_new_session=True,
-                bufsize=0,
-            )
+            self._popen: subprocess.Popen[bytes] | Forked
+            if launch.zygote is not None:
+                spec |= {"program": list(launch.program), "variables": dict(launch.env)}
+                self._popen = launch.zygote.fork(spec, control=control_read, status=status_write)
+            else:
+                self._popen = self._started(spec, (control_read, status_write, *held))
         except BaseException:  # Ctrl-C, too
             os.close(self._control)
             os.close(status_read)
@@ -209,6 +205,21 @@ class SupervisedProcess:
         self._watch(status_read, self._report.extend)
         self._status_fd = status_read
         self._push()
+
+    def _started(self, spec: Mapping[str, Any], fds: Sequence[int]) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            # Isolated: neither the environment nor a folder can put modules into the supervisor.
+            [sys.executable, "-I", "-S", str(_SUPERVISOR), json.dumps(spec)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            pass_fds=fds,
+            env=dict(self._launch.env),
+            cwd="/",
+            # Ctrl-C at the terminal must reach only this process, which then ends the tree.
+            start_new_session=True,
+            bufsize=0,
+        )
 
     def send(self, data: bytes) -> None:
         """Write to its standard input, now or when the pipe has room."""

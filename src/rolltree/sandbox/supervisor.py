@@ -55,6 +55,14 @@ def main() -> None:
     # As bytes: Python may decode and add to its own environment as its locale demands.
     names = [name.encode(errors="surrogateescape") for name in spec["env"]]
     spec["env"] = {name: os.environb[name] for name in names}
+    supervise(spec)
+
+
+def supervise(spec: dict[str, Any]) -> bool:
+    """Run a tree to its end and return false; true in the process of a program that is forked.
+
+    With `spec["program"]` the command is not started: its process returns (`zygote.py`).
+    """
     # Before the first fork: orphans become children of this process, so that `descendants` finds a
     # program that forks twice or opens its own session (design/0005).
     become_subreaper()
@@ -79,6 +87,8 @@ def main() -> None:
     if spec["cgroup"]:
         spec["cgroup"] += f"/rolltree-{os.getpid()}"
     main_pid = start(spec, ready_write)
+    if not main_pid:
+        return True
     os.close(ready_write)
     null = os.open("/dev/null", os.O_RDWR)
     # From here on, only the tree holds the standard streams, so their readers see the end of file
@@ -118,6 +128,7 @@ def main() -> None:
         report["setup"] = ""
     with contextlib.suppress(BrokenPipeError):
         os.write(spec["status_fd"], json.dumps(report).encode() + b"\n")
+    return False
 
 
 def become_subreaper() -> None:
@@ -160,9 +171,10 @@ def pipe() -> tuple[int, int]:
 
 
 def start(spec: dict[str, Any], ready_fd: int) -> int:
-    """Start the command in its own session; return its process id."""
+    """Start the command in its own session; return its process id, 0 in a forked program."""
     pid = os.fork()
     if pid == 0:
+        is_program = False
         try:
             # No controlling terminal: Ctrl-C reaches only the owner, and code cannot type there.
             os.setsid()
@@ -173,6 +185,9 @@ def start(spec: dict[str, Any], ready_fd: int) -> int:
                 # Before `chdir`, since the work folder exists only in that namespace.
                 enter(spec["mount_fd"], spec["folder"], spec["tmpfs"])
             os.chdir(spec["cwd"])
+            if "program" in spec:
+                is_program = True
+                return 0
             os.set_inheritable(ready_fd, True)
             command = spec["command"]
             if spec["ready_at"]:
@@ -183,7 +198,8 @@ def start(spec: dict[str, Any], ready_fd: int) -> int:
             if not spec["is_limited"]:  # no set-up that could fail, so it is the command's failure
                 os.write(2, f"{spec['command'][0]} cannot be run: {error}\n".encode())
         finally:
-            os._exit(127)
+            if not is_program:
+                os._exit(127)
     return pid
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from rolltree.sandbox.folder import FolderSandbox, PrivateFolder
 from rolltree.sandbox.interface import Limits, SandboxLevel
 from rolltree.sandbox.process import Launch
+from rolltree.sandbox.warm import Zygote, split_command
 
 UNCONFINED = SandboxLevel(
     "unconfined",
@@ -44,6 +45,8 @@ class UnconfinedSandbox(FolderSandbox):
 
     def __init__(self, backend: UnconfinedBackend, limits: Limits) -> None:
         super().__init__(PrivateFolder(backend.base), UNCONFINED, limits)
+        self.zygote: Zygote | None = None
+        """The interpreter that is forked for its commands, which begin with the same words."""
 
     @property
     def inside(self) -> str:
@@ -58,6 +61,7 @@ class UnconfinedSandbox(FolderSandbox):
     def launch(self, command: Sequence[str], limits: Limits) -> Launch:
         """Return the command unchanged; it starts in the folder."""
         folder = self.inside
+        program = () if self.zygote is None else split_command(command)[1]
         return Launch(
             command=list(command),
             env={"LANG": "C.UTF-8", "HOME": folder, "TMPDIR": folder, **self.env},
@@ -66,4 +70,6 @@ class UnconfinedSandbox(FolderSandbox):
             level=self.level.name,
             is_limited=False,
             can_be_killed=True,
+            zygote=self.zygote,
+            program=program,
         )

@@ -174,7 +174,7 @@ class GroupCredit:
             for member, mine in zip(self.members, self.values, strict=True)
             if not member.failed and member.effect.in_loss
             for value, step in zip(mine, member.state.get("trajectory") or (), strict=True)
-            if changed_sampling(step) is None
+            if changed_sampling(step) is None and "left_out" not in (peek(step, "extras") or {})
         )
 
 

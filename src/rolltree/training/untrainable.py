@@ -23,6 +23,7 @@ from rolltree.values.types import Records, Sample
 
 CHANGED_SAMPLING = "changed_sampling"
 _ADVICE = {
+    "left_out": "is left out: {detail}. Its session's train_calls says so (docs/gateway.md).",
     CHANGED_SAMPLING: (
         "was sampled with {detail}. Importance ratios are computed from the full distribution "
         "(temperature above 0, nothing cut off, penalised or biased). Take the setting out of what "
@@ -174,7 +175,7 @@ def _masked(
 def _unusable(sample: Sample, algorithm: Algorithm, limits: TrainableLimits) -> Iterator[_Fault]:
     """Yield the records that cannot be trained, by reason."""
     records, supervised = sample.records, algorithm.supervised
-    for name in () if supervised else (CHANGED_SAMPLING, "misspelled"):
+    for name in ("left_out",) if supervised else ("left_out", CHANGED_SAMPLING, "misspelled"):
         texts = {(rollout << 32) | call: text for rollout, call, text in sample.info.get(name, ())}
         if texts:
             calls = _calls(records)

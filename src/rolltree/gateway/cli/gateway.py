@@ -6,8 +6,9 @@ once if none is given. Torch and the web server are imported when the command ru
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -52,6 +53,10 @@ _STARTS = "gateway_starts"
     "--max-tokens", type=click.IntRange(min=1), help="Maximum sampled tokens of a session."
 )
 @click.option("--time-limit", type=FiniteRange(min=0.1), help="Maximum seconds of a session.")
+@click.option(
+    "--train-calls",
+    help="Calls of sessions to train: task (the default), all, or conditions as JSON.",
+)
 @click.option("--seed", default=0, help="Seed of requests without one.")
 def serve_sessions(
     model: str,
@@ -70,6 +75,7 @@ def serve_sessions(
     max_calls: int | None,
     max_tokens: int | None,
     time_limit: float | None,
+    train_calls: str | None,
     seed: int,
 ) -> None:
     """Serve a model to agent programs, and record their calls as trajectories."""
@@ -111,9 +117,11 @@ def serve_sessions(
         check_loadable(model, **engine)
     from rolltree.gateway import Gateway, SessionLimits
     from rolltree.gateway.serve import ServerOptions
+    from rolltree.gateway.trained_calls import checked_rule
 
     # Checked before a model is loaded.
     ServerOptions(host, port, admin_key, allow_remote)
+    rule = checked_rule(_rule_in(train_calls or "task"))
 
     async def serve(stored: Run | None) -> None:
         stop = asyncio.Event()
@@ -143,6 +151,7 @@ def serve_sessions(
                 unix_socket=unix_socket,
                 admin_key=admin_key,
                 limits=SessionLimits(max_calls, max_tokens, time_limit),
+                train_calls=rule,
             ) as gateway,
         ):
             echo(f"serving sessions of {client.model} at {gateway.url}")
@@ -165,6 +174,14 @@ def serve_sessions(
             )
             seed = seed_of_start(stored, seed)
         asyncio.run(serve(stored))
+
+
+def _rule_in(text: str) -> Any:
+    """Return the conditions that a text has as JSON, or the text."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
 
 
 def seed_of_start(run: Run, seed: int) -> int:

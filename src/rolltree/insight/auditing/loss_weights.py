@@ -54,7 +54,7 @@ def used_tokens(
     """Return which tokens masks, `lag` (None: all 0) and `max_seq_len` leave in the loss.
 
     Calls that were not sampled from the model's own distribution, or without logprobs, are left out
-    as a whole, except for supervised losses.
+    as a whole, except for supervised losses; calls that their session leaves out, for all losses.
     """
     used = np.ones(row.num_tokens, np.bool_)
     at, is_known = 0, True
@@ -78,7 +78,8 @@ def used_tokens(
                 used[at : at + size] = values != 0
         if not prompt:  # the first token has no context to be predicted from
             used[at : at + 1] = False
-        if not is_supervised and (call.changed_sampling or call.logprobs is None):
+        is_own = not call.changed_sampling and call.logprobs is not None
+        if call.left_out is not None or not (is_supervised or is_own):
             used[at : at + size] = False
         if max_seq_len is not None and prompt + size > max_seq_len:
             used[at + max(0, max_seq_len - prompt) : at + size] = False

@@ -22,9 +22,14 @@ from rolltree.insight.auditing.rules import ROLLOUT_RULES, PlannedSettings
 from rolltree.insight.auditing.text import TextCheck
 from rolltree.insight.credit_states import credit_state
 from rolltree.rollouts.decode import UNREADABLE, decode_rollout
+from rolltree.rollouts.programs import why_left_out
 from rolltree.rollouts.record import encode_result
 from rolltree.samples.build import trajectory_breaks
-from rolltree.samples.resolve import changed_sampling, not_the_models_own, resolve_tokens
+from rolltree.samples.resolve import (
+    changed_sampling,
+    not_the_models_own,
+    resolve_tokens,
+)
 from rolltree.store import Opaque, StoredRollout, dumps, projection
 from rolltree.store.codec import is_equal
 from rolltree.store.rows import COLUMNS
@@ -85,6 +90,11 @@ class Call:
         """The settings for which it was not sampled from the model's own distribution, if any."""
         temperature, _ = self.value_range("temperature") or (1.0, 1.0)
         return changed_sampling(self.step) or not_the_models_own(float(temperature), {})
+
+    @property
+    def left_out(self) -> str | None:
+        """Why it is not to be trained, if so."""
+        return why_left_out(self.step)
 
     @property
     def logprobs(self) -> Any:

@@ -191,15 +191,18 @@ class TrainingAudit:
         return False
 
     def _masked(self, row: TrainedRollout, calls: Sequence[Call], where: _Where) -> bool:
-        """Whether tokens with mask 0 were trained, which is a finding."""
-        if all(all(call.value_range("weight") or ()) for call in calls):
+        """Whether tokens with mask 0, or of calls that are left out, were trained: a finding."""
+        left_out = [call.left_out is not None for call in calls]
+        if all(all(call.value_range("weight") or ()) for call in calls) and not any(left_out):
             return False
         mask = np.concatenate([call.tokens.tree.mask(call.handle) for call in calls])
+        mask[np.repeat(left_out, [call.num_sampled for call in calls])] = 0
         wrong = (row.weight != 0) & (mask == 0)
         if wrong.any():
             self.ledger.find(
                 *("alignment", "masked_token_trained"),
-                f"{int(wrong.sum())} tokens have mask 0 but were trained",
+                f"{int(wrong.sum())} tokens have mask 0, or are of calls that are left out, but "
+                "were trained",
                 *where,
             )
         return bool(wrong.any())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,9 +13,11 @@ from rolltree.records.rewards import reward_parts
 from rolltree.records.token_rows import call_rows, state_of
 from rolltree.records.tokenizer import shown_tokenizer
 from rolltree.records.values import values_of_rows
-from rolltree.rollouts.conversation import conversation_of
+from rolltree.rollouts.conversation import conversation_of, message_list
 from rolltree.rollouts.decode import decode_rollout
+from rolltree.rollouts.programs import program_ending, program_of
 from rolltree.store import Run, StoredRollout, to_plain
+from rolltree.tokens import peek
 from rolltree.values.state import tool_errors
 from rolltree.values.types import State
 
@@ -29,13 +32,18 @@ def rollout_view(run: Run, id: str, index: Offset = 0) -> dict[str, Any]:
     state = state_of(row)
     others = _others(run, row)
     calls = [] if state is None else _timed(list(call_rows(state)))
+    messages = [] if state is None else _messages(state)
     return {
         # Its columns of table `rollouts`, and its dataset row without the prompt.
         "rollout": {
             name: values[0] for name, values in values_of_rows(run, COLUMNS, [row]).items()
         },
         "input": to_plain(dict(row.input)),
-        "messages": [] if state is None else _messages(state),
+        "messages": messages,
+        # The calls that are not trained and whose answers are not among the messages.
+        "left_out": [] if state is None else _left_out(state, calls, messages),
+        # How its program ended, if it ran one.
+        "program": None if state is None else _program(state),
         # Rows of table `calls`, with `own_ms`: how long environment and tools took after the call
         # before (None if times were not recorded).
         "calls": calls,
@@ -54,6 +62,12 @@ def rollout_view(run: Run, id: str, index: Offset = 0) -> dict[str, Any]:
 
 
 _MOST_RELATIVES = 100
+_MOST_LEFT_OUT = 100
+_MOST_TEXT = 16_384
+_PROGRAM = (
+    *("ended", "exit_status", "signal", "wall_s", "cpu_s", "peak_memory_bytes"),
+    *("stdout", "stderr", "num_files_left_out", "error"),
+)
 
 
 def _others(run: Run, row: StoredRollout) -> list[dict[str, Any]]:
@@ -99,6 +113,43 @@ def _messages(state: State) -> list[dict[str, Any]]:
             at = at if call is None else call + 1
         shown.append(_message(message, False, call))
     return shown
+
+
+def _left_out(
+    state: State, calls: Sequence[Mapping[str, Any]], messages: Sequence[Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    shown = {message["call"] for message in messages}
+    rows = []
+    for each in calls:
+        if each["left_out"] is None or each["call"] in shown:
+            continue
+        step = state["trajectory"][each["call"]]
+        asked = message_list(peek(step, "prompt"), "user")[-1:]
+        answer = message_list(peek(step, "completion"), "assistant")
+        rows.append(
+            {
+                "call": each["call"],
+                "why": each["left_out"],
+                "messages": [
+                    *(_message(message, True, None) for message in asked),
+                    *(_message(message, False, each["call"]) for message in answer),
+                ],
+            }
+        )
+    return rows[:_MOST_LEFT_OUT]
+
+
+def _program(state: State) -> dict[str, Any] | None:
+    program = program_of(state)
+    if program is None:
+        return None
+    returned = program.get("returned")
+    return {
+        "how": program_ending(program),
+        **{name: to_plain(program.get(name)) for name in _PROGRAM},
+        "files": [str(name) for name in program.get("files") or ()],
+        "returned": None if returned is None else json.dumps(to_plain(returned))[:_MOST_TEXT],
+    }
 
 
 def _last(completion: Any) -> Any:

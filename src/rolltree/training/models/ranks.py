@@ -198,7 +198,8 @@ def decode(data: bytes) -> Any:
 
 def samples_to_data(samples: Sequence[Sample]) -> list[Sample]:
     """Return samples for `encode`, with only the part of `info` that training reads."""
-    read: dict[str, Any] = {"streams": {}, "rollouts": (), "changed_sampling": (), "misspelled": ()}
+    calls = dict.fromkeys(("left_out", "changed_sampling", "misspelled"), ())
+    read: dict[str, Any] = {"streams": {}, "rollouts": (), **calls}
     return [
         replace(s, info={name: s.info.get(name, empty) for name, empty in read.items()})
         for s in samples

@@ -27,6 +27,9 @@ export async function render(root, params, api) {
       "aria-label": `${by < 0 ? "Previous" : "Next"} ${listed ? "of the list" : "rollout of this request"}` });
   };
   const broken = breaks(found.breaks, tokens);
+  const leftOut = new Map(found.calls.filter((each) => !isNone(each.left_out))
+    .map((each) => [each.call, each.left_out]));
+  const said = (each) => message(each, tokens, leftOut.get(each.call));
   const { min_version: oldest, max_version: newest } = row;
   const expected = found.input.answer;
   const facts = [
@@ -46,6 +49,9 @@ export async function render(root, params, api) {
       ? h("button", { type: "button", class: "sort", onclick: () => broken.scrollIntoView() },
         h("b", { class: "warn" }, count(found.breaks.length)))
       : row.num_calls > 1 ? "0" : null],
+    ["not trained", row.num_calls > 0 && leftOut.size
+      ? h("b", { class: "warn" }, `${count(leftOut.size)} of ${count(row.num_calls)} calls`) : null],
+    ["program", found.program && found.program.how],
     ["versions", oldest === newest ? oldest : `${oldest} to ${newest}`],
   ];
   put(root,
@@ -64,9 +70,12 @@ export async function render(root, params, api) {
     found.tool_errors.map(failure),
     h("div", { class: "reading" },
       h("div", null, section("Conversation", h("div", { class: "conversation" },
-        found.messages.length ? found.messages.map((each) => message(each, tokens))
-          : h("p", { class: "muted" }, "No message was stored.")))),
-      h("aside", null, paid(found.rewards, row), timing(found, tokens))),
+        found.messages.length ? found.messages.map(said)
+          : h("p", { class: "muted" }, "No message was stored."))),
+      found.left_out.length > 0 && section("Beside the conversation", found.left_out.map((each) =>
+        h("div", { class: "conversation" },
+          h("p", { class: "muted small" }, `Not trained: ${each.why}`), each.messages.map(said))))),
+      h("aside", null, paid(found.rewards, row), program(found.program), timing(found, tokens))),
     broken,
     steps(found.calls, tokens),
     Object.keys(found.input).length > 0 && details("Dataset row", json(found.input)));
@@ -91,6 +100,24 @@ function paid({ functions, rest, metrics, is_recorded: isRecorded }, row) {
   ];
 }
 
+/** How the program of the rollout ended, what it used, and the end of what it printed. */
+function program(found) {
+  if (!found) return null;
+  const { error, files } = found;
+  const facts = [
+    ["ended", found.how],
+    ["time", isNone(found.wall_s) ? null : duration(found.wall_s)],
+    ["CPU time", found.cpu_s ? duration(found.cpu_s) : null],
+    ["memory", found.peak_memory_bytes ? `${count(found.peak_memory_bytes / 2 ** 20)} MiB` : null],
+    ["files", files.length ? folded(files.join(", "), 400) : null],
+    ["raised", error ? `${error.type}: ${error.message}` : null],
+    ["returned", isNone(found.returned) ? null : folded(found.returned, 400)],
+  ];
+  const output = (name) => found[name]
+    && [h("p", { class: "muted small" }, name), h("pre", null, folded(found[name], 2000))];
+  return section("Program", factList(facts), output("stdout"), output("stderr"));
+}
+
 function failure(error) {
   const { message: text, phase, tool, traceback, type } = error;
   return h("section", { class: "failure", role: "alert" },
@@ -104,12 +131,13 @@ function failure(error) {
 const ROLES = ["system", "user", "assistant", "tool"];
 
 /** One message of the conversation, with its reasoning and its tool calls. */
-function message(each, tokens) {
+function message(each, tokens, whyNot) {
   const role = ROLES.includes(each.role) ? each.role : "other"; // a class that the model chose could hide the message
   return h("article", { class: `message ${role}`, "data-row": true },
     h("header", null, h("b", null, each.role), each.name && muted(` ${each.name}`),
       each.is_prompt && each.role === "assistant" && h("span", { class: "badge zero",
         title: "a part of the prompt: an example, not an answer of the model" }, "given, not sampled"),
+      whyNot && h("span", { class: "badge zero", title: whyNot }, "not trained"),
       each.call !== null && h("a", { class: "small", href: tokens(each.call) }, `call ${each.call}`)),
     each.reasoning && thinking(each.reasoning),
     content(each.content),
@@ -155,6 +183,7 @@ function steps(list, tokens) {
     ["advantage", "advantage", signed, true], ["prompt", "num_prompt_tokens", count, true],
     ["new", "num_new_tokens", count, true], ["sampled", "num_completion_tokens", count, true],
     ["mean logprob", "mean_logprob", num, true], ["finish", "finish_reason", String],
+    ["not trained", "left_out", String],
   ].filter(([, name]) => list.some((each) => (each[name] ?? "") !== ""));
   return section("Steps", plainTable(["call", ...columns.map(([title]) => title)],
     list.map((each) => [h("a", { href: tokens(each.call) }, each.call),
