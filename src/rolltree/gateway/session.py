@@ -647,7 +647,7 @@ class GatewaySession:
         # Agents send the same fields with every call; the first that has one keeps its note.
         if new := {name: call.notes[name] for name in call.notes.keys() - self._noted}:
             self._noted |= new.keys()
-            response = response.annotated(notes=new)
+            response = response.annotated(notes={**response.info.get("notes", {}), **new})
         # From here on it cannot be cancelled: sampled tokens are recorded, even if no caller waits.
         flight.is_sampled = True
         return await self._keep(flight, call, prompt, response)

@@ -163,6 +163,12 @@ class ChatRenderer:
         )
         return self.vocabulary.encode_start(text)
 
+    def notes(
+        self, messages: Sequence[ChatMessage], tools: Sequence[ToolSchema] | None = None
+    ) -> dict[str, str]:
+        """Return what of a conversation its prompt shows in another way than asked, by its name."""
+        return self._variant(tools).template.notes(messages, tools)
+
     def _as_text(self, messages: Sequence[ChatMessage]) -> Sequence[ChatMessage]:
         """Return the messages changed so that control tokens in them are encoded as text."""
         if self.control_in_messages:

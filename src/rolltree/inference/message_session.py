@@ -16,7 +16,7 @@ import numpy as np
 from rolltree._helpers.untrusted import read_json
 from rolltree.inference.call import Answer, CallTree, ModelCall, record_of
 from rolltree.inference.message_index import MessageIndex
-from rolltree.inference.other_forms import other_forms
+from rolltree.inference.other_forms import other_forms, reminders
 from rolltree.inference.parse import read_answer
 from rolltree.inference.request_fields import outgoing
 from rolltree.inference.session import check_message_type
@@ -119,7 +119,7 @@ class MessageSession:
         Tokens for which the server reports no policy version get `version`. `keeps_raw`: the record
         keeps the response object.
         """
-        prompt = call.prompt
+        prompt, notes = call.prompt, dict[str, str]()
         if isinstance(prompt, np.ndarray):
             outcome = await ask({"prompt": prompt.tolist()}, "completion", call, self)
         else:
@@ -132,8 +132,10 @@ class MessageSession:
                 # Some servers reject an empty list.
                 if call.tools:
                     content["tools"] = list(call.tools)
-            outcome = await self._ask_in_any_form(content, call, ask)
+            outcome, notes = await self._ask_in_any_form(content, call, ask)
         answer = read_outcome(outcome, call, self._tokens, version)
+        if notes:
+            answer.info = {**answer.info, "notes": notes}
         if keeps_raw:
             answer.raw = outcome.value
         # No later prompt continues a prompt of ids.
@@ -142,14 +144,18 @@ class MessageSession:
 
     async def _ask_in_any_form(
         self, content: Mapping[str, Any], call: ModelCall, ask: Ask
-    ) -> Outcome[Any]:
-        """Send a request; if the server refuses what a model wrote earlier, in another form."""
+    ) -> tuple[Outcome[Any], dict[str, str]]:
+        """Send a request; if the server refuses what a model wrote earlier, in another form.
+
+        With the outcome it returns notes on that form.
+        """
         first: ServerError | None = None
         # Other forms are made only if the first one is refused.
         for form in chain((None,), other_forms(content.get("messages") or ())):
             sent = content if form is None else {**content, "messages": form}
             try:
-                return await ask(sent, call.message_type, call, self)
+                outcome = await ask(sent, call.message_type, call, self)
+                return outcome, {} if form is None else reminders(content["messages"], form)
             except ServerError as error:
                 # The statuses with which servers pass on that a template refused the messages.
                 if error.status not in (400, 422):

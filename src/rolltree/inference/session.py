@@ -107,6 +107,10 @@ class TokenSession:
         self._read_message(prompt, answer)
         if prompt.reason:
             answer.info = {**answer.info, "rerendered": prompt.reason}
+        if not isinstance(prompt.messages, str) and (
+            notes := self.renderer.notes(prompt.messages, prompt.tools)
+        ):
+            answer.info = {**answer.info, "notes": notes}
         answer.num_prompt_tokens = len(prompt.ids)
         # Without ids there is no path: such a call can be evaluated but not trained.
         if ids is None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AsyncExitStack
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from reprlib import repr as shown
 from typing import Any, ClassVar, Literal, TypeVar
@@ -45,6 +46,7 @@ from rolltree.values.types import (
 )
 from rolltree.web.guard import RequestError
 
+logger = logging.getLogger("rolltree.gateway")
 ResultT = TypeVar("ResultT")
 ServedLogprobs = Literal["processed", "raw"]
 """Which logprobs are returned: of the distribution that was sampled from, or the model's own."""
@@ -120,6 +122,8 @@ class ServedModel:
         """
         self._check_size(len(encode_json([messages, tools])), "bytes as JSON")
         check_shown_tools(self.renderer, tools, self.name)
+        for note in self.renderer.notes(messages, tools).values():
+            _log_note(self.name, note)
         return self.renderer.render(messages, tools, add_generation_prompt=opener)
 
     def text_prompt(self, text: str) -> IntArray:
@@ -410,6 +414,11 @@ class ServedModel:
         await self.resume()
         await self.engine.aclose()
         self._worker.shutdown(wait=False, cancel_futures=True)
+
+
+@lru_cache(256)
+def _log_note(model: str, note: str) -> None:
+    logger.warning("%s: %s.", model, note)
 
 
 class _Streamed:
