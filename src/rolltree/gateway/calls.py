@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from rolltree.inference.call import DEFAULT_SAMPLING
-from rolltree.inference.request_fields import hints_in
+from rolltree.inference.request_fields import asks_for_form, hints_in
 from rolltree.values.types import (
     ChatMessage,
     FinishReason,
@@ -78,6 +78,8 @@ class AgentCall:
 def without_hints(call: AgentCall) -> AgentCall:
     """Return a call whose wishes are notes, for an engine that cannot follow them."""
     hints = hints_in(call.sampling.extra)
+    if asks_for_form(call.sampling.extra):
+        hints.pop("parallel_tool_calls", None)  # an answer that is held to a form can follow it
     if not hints:
         return call
     extra = {name: value for name, value in call.sampling.extra.items() if name not in hints}

@@ -158,10 +158,20 @@ class ChatRenderer:
         Raises:
             TemplateError: the template rejects these messages.
         """
-        text = self._variant(tools).template.render_history(
+        text = self.text(messages, tools, add_generation_prompt=add_generation_prompt)
+        return self.vocabulary.encode_start(text)
+
+    def text(
+        self,
+        messages: Sequence[ChatMessage],
+        tools: Sequence[ToolSchema] | None = None,
+        *,
+        add_generation_prompt: bool = True,
+    ) -> str:
+        """Return the text of a prompt; raises as `render`."""
+        return self._variant(tools).template.render_history(
             self._as_text(messages), tools, add_generation_prompt=add_generation_prompt
         )
-        return self.vocabulary.encode_start(text)
 
     def notes(
         self, messages: Sequence[ChatMessage], tools: Sequence[ToolSchema] | None = None
@@ -187,6 +197,21 @@ class ChatRenderer:
         if self._parser.respond is not None:
             return "response_template", "response_template"
         return self._parser.tool_parser, self._parser.reasoning
+
+    @property
+    def reasoning_format(self) -> ReasoningFormat:
+        """The format of reasoning that answers are read in."""
+        return self._parser.thoughts
+
+    @property
+    def starts_inside(self) -> bool:
+        """Whether the prompt opens the reasoning, so that an answer has only its end."""
+        return self._parser.starts_inside
+
+    @property
+    def opening(self) -> str:
+        """A short prompt's text, up to where an answer begins."""
+        return self._parser.start
 
     def shows_tools(self, tools: Sequence[ToolSchema]) -> bool:
         """Whether the template names any of the tools in a prompt; True if it rejects the probe."""

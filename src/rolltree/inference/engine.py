@@ -149,6 +149,8 @@ class EngineThread(ABC, Generic[RequestT]):
     survives_failed_steps: ClassVar[bool] = False
     extra_settings: ClassVar[Collection[str]] = ()
     """Names in `SamplingParams.extra` that the engine obeys."""
+    takes_grammars: bool = False
+    """Whether `structured_outputs` may have a grammar of llguidance's."""
     vocab_size: int
 
     def __init__(
@@ -269,6 +271,13 @@ class EngineThread(ABC, Generic[RequestT]):
         self._wake()
         return queued
 
+    def prepare(self, sampling: SamplingParams) -> None:
+        """Do what may take long before a request with these settings; safe in any thread.
+
+        Raises:
+            UnsupportedSetting: the engine does not support a setting.
+        """
+
     def _wake(self) -> None:
         with self._condition:
             self._condition.notify_all()
@@ -282,6 +291,7 @@ class EngineThread(ABC, Generic[RequestT]):
         check_sampling(sampling)
         extra = extra_of(sampling)
         check_extra(extra, self.extra_settings, self.label)
+        self.prepare(sampling)  # not under the lock, which the engine's thread needs
         with self._condition:
             # Under the lock, so that no request is queued after the last step.
             self._check_running()

@@ -206,8 +206,6 @@ def reminders(messages: Sequence[ChatMessage], form: Sequence[ChatMessage]) -> d
     return dict(REMINDER_NOTE) if num_left < num_system else {}
 
 
-
-
 def _ends_with_a_turn(messages: list[ChatMessage]) -> list[ChatMessage]:
     """Let a user ask for more if the last message is the assistant's, whose turn it would be."""
     if not messages or messages[-1].get("role") != "assistant" or _calls(messages[-1]):

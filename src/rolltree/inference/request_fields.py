@@ -63,6 +63,23 @@ FIELDS: Mapping[str, RequestField] = {
 }
 KNOWN_FIELDS = frozenset(FIELDS)
 _UNKNOWN = RequestField("shaping")
+CONSTRAINTS = (
+    *("response_format", "structured_outputs"),
+    *("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
+)
+"""The fields that ask for a form of the answer; so does `tool_choice`."""
+
+
+def is_form(name: str, value: Any) -> bool:
+    """Whether a field of `CONSTRAINTS`, or `tool_choice`, asks for a form of the answer."""
+    return value is not None and value not in FIELDS[name].neutral
+
+
+def asks_for_form(extra: Mapping[str, Any]) -> bool:
+    """Whether a request's settings, or their `extra_body`, ask for a form of the answer."""
+    bodies = (extra, extra.get("extra_body") or {}) if extra else ()
+    names = (*CONSTRAINTS, "tool_choice")
+    return any(is_form(name, body.get(name)) for body in bodies for name in names)
 
 
 def check_choice(name: str, value: str, known: Sequence[str]) -> None:

@@ -141,8 +141,9 @@ def test_what_is_refused_and_in_which_form(agent: Any, claude: Any, served: Serv
     ):
         with pytest.raises(openai.NotFoundError, match=named):
             agent.responses.create(**{"model": "taught", "input": "a", **fields})
-    with pytest.raises(openai.BadRequestError, match="response_format"):
-        agent.responses.create(model="taught", input="a", text={"format": {"type": "json_object"}})
+    with pytest.raises(openai.BadRequestError, match="response_format cannot be compiled"):
+        odd = {"type": "json_schema", "name": "odd", "schema": {"type": "odd"}}
+        agent.responses.create(model="taught", input="a", text={"format": odd})
     wish = agent.responses.create(model="taught", input="a", reasoning={"effort": "low"})
     assert wish.status in ("completed", "incomplete")
     for stream in (False, True):  # before the stream begins
@@ -152,13 +153,13 @@ def test_what_is_refused_and_in_which_form(agent: Any, claude: Any, served: Serv
     messages = [{"role": "user", "content": "a"}]
     with pytest.raises(anthropic.NotFoundError, match="'claude-9' does not exist"):
         claude.messages.create(model="claude-9", max_tokens=3, messages=messages)
-    with pytest.raises(anthropic.BadRequestError, match="constrained decoding"):
+    with pytest.raises(anthropic.BadRequestError, match="tool_choice.*'sub'"):
         claude.messages.create(
             model="taught",
             max_tokens=3,
             messages=messages,
             tools=[CLAUDES],
-            tool_choice={"type": "any"},
+            tool_choice={"type": "tool", "name": "sub"},
         )
     with (
         anthropic.Anthropic(base_url=served.root, api_key="wrong", max_retries=0) as other,

@@ -10,6 +10,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
 from reprlib import repr as shown
@@ -32,7 +33,7 @@ from rolltree.inference.chat import ChatRenderer
 from rolltree.inference.client import check_shown_tools
 from rolltree.inference.deltas import TokenListener
 from rolltree.inference.engine import EngineOutput, EngineThread, SampledToken
-from rolltree.inference.request_fields import hints_in
+from rolltree.inference.request_fields import asks_for_form, hints_in
 from rolltree.scale.weights.receive import WeightReceiver
 from rolltree.values.types import (
     ChatMessage,
@@ -194,19 +195,30 @@ class ServedModel:
         for name, value in call.sampling.extra.items():
             if name in hints:  # the engine logs it
                 continue
-            if name == "tool_choice":
-                raise RequestError(
-                    f"tool_choice = {shown(value)} needs constrained decoding, which the embedded "
-                    "engine does not have; the model would be free not to call. Use 'auto' or "
-                    "'none'.",
-                    param=name,
-                )
+            if name == "tool_choice" and self.engine.takes_grammars:
+                continue
             if name not in self.engine.extra_settings:
                 raise RequestError(
                     f"the embedded engine does not support {name} = {shown(value)} and would "
                     "ignore it. Leave it out, or use a server that supports it (vLLM).",
                     param=name,
                 )
+
+    async def _ready(self, call: AgentCall) -> AgentCall:
+        """Return a call with the settings of the engine, once it is checked."""
+        self._check(call)
+        if not asks_for_form(call.sampling.extra) or not self.engine.takes_grammars:
+            return call
+
+        def compiled() -> SamplingParams:
+            from rolltree.inference.constraints import constrained
+
+            renderer = self.renderer if call.message_type == "chat" else None
+            sampling = constrained(call.sampling, renderer, call.tools)
+            self.engine.prepare(sampling)
+            return sampling
+
+        return replace(call, sampling=await self.run(compiled))
 
     async def _prompts(self, call: AgentCall) -> list[IntArray]:
         """Return the prompt of each answer."""
@@ -236,7 +248,7 @@ class ServedModel:
             ModelError: as the engine's `submit` does.
             TokenError: a prompt is empty or has an id outside the vocabulary.
         """
-        self._check(call)
+        call = await self._ready(call)
         prompts, head = await self._prompts(call), self._head(call, origin)
         futures: list[Future[EngineOutput]] = []
         try:
@@ -263,7 +275,7 @@ class ServedModel:
 
         Closing the generator cancels the sampling. Raises as `answers`.
         """
-        self._check(call)
+        call = await self._ready(call)
         prompts, head = await self._prompts(call), self._head(call, origin)
         loop = asyncio.get_running_loop()
         # One queue for all answers, so that deltas are sent in the order of sampling.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,6 +14,7 @@ from rolltree.inference.chat import ChatRenderer
 from rolltree.inference.client_base import RootClient, check_model
 from rolltree.inference.engine import EngineThread, SampledToken
 from rolltree.inference.local.engine import LocalEngine
+from rolltree.inference.request_fields import asks_for_form
 from rolltree.inference.session import Prompt, TokenSession, num_characters
 from rolltree.values.types import FinishReason, GenerateRequest, ModelResponse
 
@@ -78,7 +80,15 @@ class LocalClient(RootClient[TokenSession]):
             from rolltree.inference.deltas import TokenListener
 
             on_token = TokenListener(self.renderer, call).put
-        request = GenerateRequest(prompt.ids, call.sampling, call.model)
+        sampling = call.sampling
+        if asks_for_form(sampling.extra) and self.engine.takes_grammars:
+            from rolltree.inference.constraints import constrained
+
+            renderer = self.renderer if call.message_type == "chat" else None
+            sampling = constrained(sampling, renderer, call.tools)
+            # Compiling takes a second at worst, and meanwhile nothing else would run.
+            await asyncio.to_thread(self.engine.prepare, sampling)
+        request = GenerateRequest(prompt.ids, sampling, call.model)
         return memory.complete(prompt, await self._sample(request, on_token), call)
 
     async def _sample(
@@ -137,6 +147,7 @@ def local_client(
         eos_token_ids=sorted({*ends, *renderer.end_ids}),
         # A copy for the engine's thread, since two threads cannot use one fast tokenizer at once.
         decode_text=copy.deepcopy(tokenizer).decode,
+        tokenizer=tokenizer,
         **engine_options,
     )
     return LocalClient(engine, tokenizer, name, renderer=renderer)

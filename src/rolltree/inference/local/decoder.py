@@ -25,6 +25,7 @@ from rolltree.values.errors import ModelError
 from rolltree.values.types import FinishReason
 
 if TYPE_CHECKING:
+    from rolltree.inference.local.grammars import GrammarMask
     from rolltree.inference.local.routing import ExpertTable
     from rolltree.inference.local.rows import RowRunner
 
@@ -52,6 +53,7 @@ class LocalRequest(EngineRequest):
     """A request with its own logits processors and random numbers."""
 
     processors: Processors | None = None
+    mask: GrammarMask | None = None  # one of the processors
     uniforms: UniformStream = field(init=False)
 
     def __post_init__(self) -> None:
@@ -203,7 +205,10 @@ class Decoder:
             if broken[at]:
                 self._reject(row, request)
             elif ended[at] or stop is not None:
-                self._finish(row, request, FinishReason.STOP, stop)
+                is_cut = request.mask is not None and request.mask.is_broken
+                self._finish(
+                    row, request, FinishReason.LENGTH if is_cut else FinishReason.STOP, stop
+                )
             elif full[at]:
                 self._finish(row, request, FinishReason.LENGTH, None)
         for at, request in enumerate(requests):

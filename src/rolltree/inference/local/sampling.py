@@ -3,7 +3,7 @@
 Temperature, top-k and top-p are applied in this order, each to the result of the previous one, as
 in transformers' warpers; a row's own logits processors (`extra` settings such as `min_p`) come
 before and after. Randomness is an argument (one uniform number per row), so a row's draw depends
-only on its own seed and logits, bit for bit. Constrained decoding is not supported.
+only on its own seed and logits, bit for bit.
 """
 
 from __future__ import annotations
@@ -274,10 +274,12 @@ def make_processors(
     end_ids: list[int],
     vocab_size: int,
     device: torch.device,
+    mask: LogitsProcessor | None = None,
 ) -> Processors | None:
     """Make the processors for the settings in `extra`; None if they change nothing.
 
     `end_ids` are the ids that `min_tokens` suppresses. Names outside `PROCESSED` are ignored.
+    `mask` comes before temperature and cuts, after biases and penalties.
 
     Raises:
         UnsupportedSetting: a value cannot be used.
@@ -295,4 +297,6 @@ def make_processors(
                 raise UnsupportedSetting(
                     f"{name} = {shown(value)} is not a valid setting ({error})."
                 ) from error
+    if mask is not None:
+        made[0].append(mask)
     return Processors(*made) if any(made) else None
