@@ -644,21 +644,10 @@ REFUSED = {
     "tool without a name": ({"tools": [{"input_schema": {}}]}, "tools[0].name"),
     "tools": ({"tools": {}}, "tools"),
     "tool_choice": ({"tool_choice": {"type": "some"}}, "tool_choice"),
-    "mcp_servers": (
-        {"mcp_servers": [{"type": "url", "url": "https://x", "name": "x"}]},
-        "mcp_servers",
-    ),
-    "container": ({"container": "c"}, "container"),
     "thread": ({"thread": {"type": "create"}}, "thread"),
     "compaction": ({"compaction": {"type": "summarize"}}, "compaction"),
-    "fallbacks": ({"fallbacks": [{"model": "other"}]}, "fallbacks"),
-    "inference_geo": ({"inference_geo": "us"}, "inference_geo"),
-    "thinking between tools": ({"thinking": {"type": "between_tools"}}, "thinking.type"),
+    "thinking": ({"thinking": {"type": "always"}}, "thinking.type"),
     "display": ({"thinking": {"type": "adaptive", "display": "updates"}}, "thinking.display"),
-    "task_budget": (
-        {"output_config": {"task_budget": {"type": "tokens", "total": 9}}},
-        "output_config.task_budget",
-    ),
     "output format": ({"output_config": {"format": {"type": "xml"}}}, "output_config.format"),
     "cleared tool uses": (
         {"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import anthropic
 import pytest
-from gateway_kit import is_one_path, openai_agent
+from gateway_kit import is_one_path
 
 import rolltree as rt
 from chat_templates import LEADING

@@ -91,9 +91,10 @@ async def test_responses_like_those_of_codex_are_one_path():
     assert notes.keys() == {
         *("tools.web_search", "tools.local_shell", "tools.image_generation"),
         *("parallel_tool_calls", "reasoning_effort", "verbosity"),
+        *("reasoning.summary", "truncation"),
     }
     # Each is noted once.
-    assert [len(names) for names in kept] == [6, 0, 0, 0]
+    assert [len(names) for names in kept] == [8, 0, 0, 0]
     assert all(dict(call.sampling.extra) == {} for call in client.calls)
 
 

@@ -30,6 +30,8 @@ from click.testing import CliRunner
 
 from golden_kit import REAL_RUNS, unpack
 from rolltree.cli import app
+from rolltree.gateway.field_table import CHAT, MESSAGES, RESPONSES, ROWS, TEXT, Row
+from rolltree.gateway.tools import TOOL_NOTES
 from rolltree.inference.models import resolve_model
 from rolltree.records.columns import SFT, TABLES
 from rolltree.store.metric_table import metric_rows
@@ -41,10 +43,10 @@ BLOCK = re.compile(
     re.MULTILINE | re.DOTALL,
 )
 TABLE = re.compile(
-    r"(?P<head><!-- (?P<kind>columns|metrics): (?P<name>[^\n]+) -->\n).*?(?=<!-- end -->)",
+    r"(?P<head><!-- (?P<kind>columns|metrics|fields): (?P<name>[^\n]+) -->\n).*?(?=<!-- end -->)",
     re.DOTALL,
 )
-"""A table of the code: the columns of a table of records, or the metrics of a section."""
+"""A table of the code: columns of records, metrics of a section, or fields of requests."""
 MARK = "<!-- output"
 NOW = 1795485600.0  # 2026-11-24, 02:00 UTC
 WIDTH = 100
@@ -52,8 +54,11 @@ WIDTH = 100
 
 def pages() -> list[Path]:
     """Return the pages with outputs."""
-    found = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-    return [page for page in found if MARK in page.read_text(encoding="utf-8")]
+    found = {
+        page: page.read_text(encoding="utf-8")
+        for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+    }
+    return [page for page, text in found.items() if MARK in text or TABLE.search(text)]
 
 
 def with_tables(text: str) -> str:
@@ -77,8 +82,35 @@ def _metrics(section: str) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _fields(effect: str) -> str:
+    lines = [
+        "| `chat/completions`, `completions` | `responses` | `messages` | what becomes of it |",
+        "|---|---|---|---|",
+    ]
+    for row in ROWS:
+        if row.effect == effect:
+            columns = [_names(row, CHAT, TEXT), _names(row, RESPONSES), _names(row, MESSAGES)]
+            lines.append(f"| {' | '.join(columns)} | {row.why} |")
+    if effect == "hint":
+        for name, why in TOOL_NOTES.items():
+            shown = f"`{name}` of a tool"
+            lines.append(f"| {shown} | {shown} | {shown} | {why} |")
+    return "\n".join(lines) + "\n"
+
+
+def _names(row: Row, *paths: str) -> str:
+    """Return the fields of a row at these paths; one that is not at all of them, with its path."""
+    found: dict[str, list[str]] = {}
+    for path, name in row.fields:
+        if path in paths:
+            found.setdefault(name, []).append(path)
+    return ", ".join(
+        f"`{name}`" + ("" if len(at) == len(paths) else f" ({at[0]})") for name, at in found.items()
+    )
+
+
 COLUMNS = {**TABLES, "sft": SFT}
-_TABLES = {"columns": _columns, "metrics": _metrics}
+_TABLES = {"columns": _columns, "metrics": _metrics, "fields": _fields}
 
 
 def rewritten(text: str, folder: Path) -> str:

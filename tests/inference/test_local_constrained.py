@@ -272,12 +272,17 @@ async def test_a_stop_string_and_new_weights_in_the_middle_keep_the_form(client)
     stopped = await asked(client, guided_regex="[ab]{3};[ab]{3}", stop=[";"])
     assert re.fullmatch("[ab]{3}", stopped.text)
     engine = client.engine
-    seen = []
+    begun, seen, loop = asyncio.Event(), list[Any](), asyncio.get_running_loop()
+
+    def see(token: Any) -> None:
+        seen.append(token)
+        if len(seen) == 5:
+            loop.call_soon_threadsafe(begun.set)
+
     sampling = constrained(rt.SamplingParams(max_tokens=40, extra={"guided_regex": "[ab]{30}"}))
     request = GenerateRequest(np.arange(9, dtype=np.int32), sampling)
-    pending = engine.submit(request, seen.append)
-    while len(seen) < 5:
-        await asyncio.sleep(0.001)
+    pending = engine.submit(request, see)
+    await begun.wait()
     async with engine.paused():
         engine.publish(7)
     output = await asyncio.wrap_future(pending)

@@ -16,20 +16,19 @@ from typing import Any
 from rolltree._helpers.untrusted import encode_json, read_json
 from rolltree.gateway.calls import AgentAnswer, AgentCall, AnswerDelta, AnswerHead
 from rolltree.gateway.failures import Failure
+from rolltree.gateway.field_table import fields_at
 from rolltree.gateway.fields import (
     NO_EFFECT,
     READ,
     Field,
+    FieldsRead,
     disobeyed,
     each,
     flag,
     model_in,
     only,
-    passed,
     read_fields,
     read_part,
-    sampling,
-    settings,
     tools_in,
 )
 from rolltree.gateway.messages import (
@@ -41,43 +40,15 @@ from rolltree.gateway.messages import (
 )
 from rolltree.gateway.protocol import Answering, WireProtocol, data_event
 from rolltree.gateway.tools import left_out, tool_notes
-from rolltree.values.types import ChatMessage, FinishReason, SamplingParams, ToolSchema
+from rolltree.values.types import ChatMessage, FinishReason, ToolSchema
 from rolltree.web.guard import RequestError
 
-_OWN_MODEL = "every call is answered by the session's model alone"
 _WHOLE_HISTORY = "the model reads the whole history of the request"
 _ASKED_BY_AGENT = "tools are run by the agent, and all of them are offered to the model"
 
-FIELDS: dict[str, Field] = {
-    **each("model messages system tools tool_choice thinking stream", READ),
-    **each("output_config output_format context_management", READ),
-    **settings("max_tokens temperature top_p top_k"),
-    "stop_sequences": sampling("stop"),
-    # What is cached, billed and logged, how fast and for whom.
-    **each("cache_control metadata service_tier speed user_profile_id workspace_id", NO_EFFECT),
-    **each("diagnostics billing_policy fallback_credit_token betas", NO_EFFECT),
-    "inference_geo": only("global", why="the model runs wherever its server is"),
-    "fallbacks": only("default", [], why=_OWN_MODEL),
-    "container": only(why="nothing is executed here"),
-    "mcp_servers": only([], why=_ASKED_BY_AGENT),
-    "thread": only(why=_WHOLE_HISTORY),
-    "compaction": only(why=_WHOLE_HISTORY),
-}
-# The fields of nested objects. A thinking budget is a target in Anthropic's API, not a limit.
-_THINKING: dict[str, Field] = {
-    "type": only("enabled", "adaptive", "disabled", why="the model itself decides when it thinks"),
-    "display": only("summarized", "omitted", why="thinking is shown as sampled, or not at all"),
-    **each("budget_tokens block_binding", NO_EFFECT),
-}
-_OUTPUT: dict[str, Field] = {
-    "effort": passed("high", name="reasoning_effort"),  # Anthropic's default is "high"
-    "format": READ,
-    "task_budget": only(why="the model is not told how many tokens are left"),
-}
-_CONTEXT: dict[str, Field] = {"edits": READ}
+FIELDS = fields_at("messages")
 # The edits that change nothing; without `keep`, earlier thinking would be cleared.
 _NO_EDITS = [{"type": "clear_thinking_20251015", "keep": keep} for keep in ("all", {"type": "all"})]
-_CHOICE: dict[str, Field] = each("type name disable_parallel_tool_use", READ)
 _TOOL: dict[str, Field] = {
     **each("name description input_schema", READ),
     **each("type strict defer_loading input_examples", READ),
@@ -131,20 +102,21 @@ _ERROR_TYPES = {
 
 def read_messages(body: Mapping[str, Any], session: Answering) -> AgentCall:
     """Return the call that a body of `messages` asks for."""
-    given, asked = read_fields(body, FIELDS)
-    _check_context(given.get("context_management", {}))
-    tools, choice, notes = _tools_and_choice(given)
+    given, asked, notes = read_fields(body, FIELDS)
+    _check_context(given)
+    tools, choice, left_out = _tools_and_choice(given)
+    output, thinking = _output(given), _part(given, "thinking").notes
     messages = _history(given.get("messages"))
     if system := _system(given.get("system")):
         messages.insert(0, {"role": "system", "content": system})
     return AgentCall(
         messages,
-        replace(asked, extra={**asked.extra, **_output(given).extra, **choice}),
+        replace(asked, extra={**asked.extra, **output.sampling.extra, **choice}),
         model=model_in(given),
         tools=tools,
         stream=flag(given, "stream"),
-        options={"thinking": _thinking(given.get("thinking", {"type": "disabled"}))},
-        notes=notes,
+        options={"thinking": _thinking(given.get("thinking", {}))},
+        notes={**notes, **output.notes, **thinking, **left_out},
     )
 
 
@@ -155,22 +127,24 @@ async def count_tokens(
     return {"input_tokens": await session.count_tokens(read_messages(body, session))}
 
 
-def _thinking(value: object) -> str:
+def _part(given: Mapping[str, Any], name: str) -> FieldsRead:
+    return read_part(given.get(name, {}), fields_at("messages", name), name)
+
+
+def _thinking(asked: Mapping[str, Any]) -> str:
     """Return whether thinking is "shown", "omitted" (its text is left out) or "hidden"."""
-    read_part(value, _THINKING, "thinking")
-    assert isinstance(value, Mapping)
-    if value.get("type") not in ("enabled", "adaptive"):
+    if asked.get("type", "disabled") == "disabled":
         return "hidden"
-    return "omitted" if value.get("display") == "omitted" else "shown"
+    return "omitted" if asked.get("display") == "omitted" else "shown"
 
 
-def _output(given: Mapping[str, Any]) -> SamplingParams:
-    """Return the settings that `output_config` (and `output_format`, its old name) asks for."""
-    config, asked = read_part(given.get("output_config", {}), _OUTPUT, "output_config")
-    wanted = config.get("format", given.get("output_format"))
+def _output(given: Mapping[str, Any]) -> FieldsRead:
+    """Return what `output_config` (and `output_format`, its old name) asks for."""
+    found = _part(given, "output_config")
+    wanted = found.given.get("format", given.get("output_format"))
     if wanted is None:
-        return asked
-    form, _ = read_part(wanted, each("type schema", READ), "output_config.format")
+        return found
+    form = read_part(wanted, each("type schema", READ), "output_config.format").given
     if form.get("type") != "json_schema":
         raise RequestError(
             f"output_config.format is of type {shown(form.get('type'))}; known is json_schema.",
@@ -178,13 +152,14 @@ def _output(given: Mapping[str, Any]) -> SamplingParams:
         )
     named = {"name": "output", "schema": form.get("schema"), "strict": True}
     response_format = {"type": "json_schema", "json_schema": named}
-    return replace(asked, extra={**asked.extra, "response_format": response_format})
+    extra = {**found.sampling.extra, "response_format": response_format}
+    return found._replace(sampling=replace(found.sampling, extra=extra))
 
 
-def _check_context(value: object) -> None:
+def _check_context(given: Mapping[str, Any]) -> None:
     """Raise an error if `context_management` asks for anything to be cleared."""
     where = "context_management.edits"
-    edits = read_part(value, _CONTEXT, "context_management")[0].get("edits", [])
+    edits = _part(given, "context_management").given.get("edits", [])
     if not isinstance(edits, list):
         raise RequestError(f"{where} is not a list.", param=where)
     for index, edit in enumerate(edits):
@@ -199,7 +174,7 @@ def _tools_and_choice(
     notes: dict[str, str] = {}
     read = (_tool(tool, f"tools[{index}]", notes) for index, tool in enumerate(tools_in(given)))
     tools = [tool for tool in read if tool is not None]
-    choice, _ = read_part(given.get("tool_choice", {"type": "auto"}), _CHOICE, "tool_choice")
+    choice = _part({"tool_choice": {"type": "auto"}, **given}, "tool_choice").given
     kind, forced = choice.get("type"), dict[str, Any]()
     if kind == "none":
         tools = []
@@ -223,7 +198,7 @@ def _tool(value: object, where: str, notes: dict[str, str]) -> ToolSchema | None
     if isinstance(value, Mapping) and value.get("type") not in (None, "custom"):
         notes.update(left_out(text_at(value["type"], f"{where}.type")))
         return None
-    tool, _ = read_part(value, _TOOL, where)
+    tool = read_part(value, _TOOL, where).given
     notes.update(tool_notes(tool))
     function: dict[str, Any] = {"name": text_at(tool.get("name"), f"{where}.name")}
     if tool.get("description"):
@@ -250,7 +225,7 @@ def _history(value: object) -> list[ChatMessage]:
     history: list[ChatMessage] = []
     for index, message in enumerate(value):
         where = f"messages[{index}]"
-        turn, _ = read_part(message, _TURN, where)
+        turn = read_part(message, _TURN, where).given
         role, content = turn.get("role"), turn.get("content")
         if role == "user":
             history += _user_turn(content, f"{where}.content")
@@ -322,7 +297,7 @@ def _blocks(
         kind = block.get("type") if isinstance(block, Mapping) else None
         if not isinstance(kind, str) or kind not in known:
             raise unsupported_part(kind, f"{where}[{index}]")
-        yield kind, read_part(block, known[kind], f"{where}[{index}]")[0]
+        yield kind, read_part(block, known[kind], f"{where}[{index}]").given
 
 
 # -- answers -------------------------------------------------------------------------------------

@@ -1,8 +1,8 @@
-"""The uses of request fields, from which protocols make tables; other fields are refused by name.
+"""How the fields of requests are read; `rolltree.gateway.field_table` has them all.
 
 A field is read by its protocol, is a sampling setting, is passed on to the model's server (which
-obeys it or refuses it by name), does not affect the answer, or must have one of the values that
-change nothing. Anything else is an error: nothing is dropped.
+obeys it or refuses it by name), is taken as it is, or must have one of the values that change
+nothing. Anything else is an error. Nothing is dropped but what a session says.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sized
 from dataclasses import dataclass
 from reprlib import repr as shown
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 from rolltree.inference.client import sampling_from_args
 from rolltree.values.errors import ConfigError, did_you_mean
@@ -23,37 +23,47 @@ _MAX_ENTRIES = {"stop": 4096, "stop_token_ids": 1024}
 _MAX_STOP_CHARACTERS = 4096
 
 
+Effect: TypeAlias = Literal["changes", "hint", "no effect"]
+"""What a field does: it changes the answer, is a wish, or has no effect on what is sampled."""
+Use: TypeAlias = Literal["read", "sampling", "passed", "taken", "only"]
+
+
 @dataclass(frozen=True, slots=True)
 class Field:
     """How one field is used.
 
-    `name` is the setting's name in OpenAI's API (or vLLM's); empty: the field's own. `passed`: a
-    field with one of `values` is not passed on. `only`: other values are refused, `why` says why.
+    `name` is the setting's name in OpenAI's API (or vLLM's); empty: the field's own. `values` ask
+    for what is done without the field: one of them is not passed on, and not noted; with the use
+    "only", others are refused. `why` says why.
     """
 
-    use: Literal["read", "sampling", "passed", "no_effect", "only"]
+    use: Use
     name: str = ""
     values: tuple[object, ...] = ()
     why: str = ""
+    effect: Effect = "changes"
+
+    @property
+    def is_noted(self) -> bool:
+        """Whether a value that asks for something is noted here; the model's server may obey it."""
+        return self.effect == "hint" and self.use != "passed"
 
 
 READ = Field("read")
-NO_EFFECT = Field("no_effect")
+NO_EFFECT = Field("taken", effect="no effect")
+
+
+class FieldsRead(NamedTuple):
+    """What `read_fields` returns: the protocol's own fields, sampling settings, and notes."""
+
+    given: dict[str, Any]
+    sampling: SamplingParams
+    notes: dict[str, str]
 
 
 def each(names: str, field: Field) -> dict[str, Field]:
     """Return a table in which every name in `names`, separated by spaces, has `field`."""
     return dict.fromkeys(names.split(), field)
-
-
-def settings(names: str) -> dict[str, Field]:
-    """Return a table of sampling settings with OpenAI's names."""
-    return each(names, Field("sampling"))
-
-
-def sampling(name: str) -> Field:
-    """Return a field that is the sampling setting `name`."""
-    return Field("sampling", name)
 
 
 def passed(*neutral: object, name: str = "") -> Field:
@@ -66,10 +76,8 @@ def only(*values: object, why: str) -> Field:
     return Field("only", "", values, why)
 
 
-def read_fields(
-    body: Mapping[str, Any], fields: Mapping[str, Field]
-) -> tuple[dict[str, Any], SamplingParams]:
-    """Return the fields that the protocol reads itself, and the sampling settings.
+def read_fields(body: Mapping[str, Any], fields: Mapping[str, Field]) -> FieldsRead:
+    """Return the fields that the protocol reads itself, the sampling settings, and notes on hints.
 
     A field that is null counts as missing.
 
@@ -78,6 +86,7 @@ def read_fields(
     """
     given: dict[str, Any] = {}
     asked: dict[str, Any] = {}
+    notes: dict[str, str] = {}
     for name, value in body.items():
         if value is None:
             continue
@@ -97,8 +106,12 @@ def read_fields(
         elif field.use == "sampling" or (field.use == "passed" and not is_listed):
             asked[field.name or name] = value
         elif field.use == "only" and not is_listed:
-            raise disobeyed(name, value, field.why)
-    return given, _sampling_of(asked)
+            raise disobeyed(name, value, field.why.removeprefix("refused: "))
+        if field.is_noted and not is_listed:
+            # Not what an object has: it may be a key for somebody's server.
+            what = shown(value) if isinstance(value, str | int | float) else "something"
+            notes[name] = f"{what} was asked for; {field.why}"
+    return FieldsRead(given, _sampling_of(asked), notes)
 
 
 def _sampling_of(asked: Mapping[str, Any]) -> SamplingParams:
@@ -120,17 +133,57 @@ def _sampling_of(asked: Mapping[str, Any]) -> SamplingParams:
     return sampling
 
 
-def read_part(
-    part: object, fields: Mapping[str, Field], where: str
-) -> tuple[dict[str, Any], SamplingParams]:
+def read_part(part: object, fields: Mapping[str, Field], where: str) -> FieldsRead:
     """Return the result of `read_fields` for an object inside the body; errors say where it is."""
     if not isinstance(part, Mapping):
         raise RequestError(f"{where} is {shown(part)}, not an object.", param=where)
     try:
-        return read_fields(part, fields)
+        found = read_fields(part, fields)
     except RequestError as error:
         param = f"{where}.{error.param}" if error.param else where
         raise RequestError(f"{where}: {error}", param=param) from error
+    return found._replace(notes={f"{where}.{name}": why for name, why in found.notes.items()})
+
+
+def checked_names(names: object) -> tuple[str, ...]:
+    """Return the names of the fields that a session drops.
+
+    Raises:
+        ConfigError: they are not a list of names.
+    """
+    if not isinstance(names, list | tuple) or not all(isinstance(n, str) and n for n in names):
+        raise ConfigError(
+            f"drop_fields is {shown(names)}, not a list of names of fields, so nothing would be "
+            'dropped. Write ["moderation", "reasoning.context"].'
+        )
+    return tuple(names)
+
+
+def without_fields(
+    body: Mapping[str, Any], names: Iterable[str]
+) -> tuple[Mapping[str, Any], dict[str, str]]:
+    """Return a body without the fields that a session drops, and notes on those that it had.
+
+    A name in a nested object has dots; in a list, it is that of every entry.
+
+    >>> without_fields({"a": [{"b": 1, "c": 2}], "d": 3}, ["a.b", "e"])
+    ({'a': [{'c': 2}], 'd': 3}, {'a.b': 'the session drops it'})
+    """
+    notes: dict[str, str] = {}
+    for name in names:
+        less: Any = _without(body, name.split("."))
+        if less != body:
+            body, notes[name] = less, "the session drops it"
+    return body, notes
+
+
+def _without(value: Any, path: list[str]) -> Any:
+    if isinstance(value, list):
+        return [_without(each, path) for each in value]
+    if not isinstance(value, Mapping) or path[0] not in value:
+        return value
+    rest = {name: part for name, part in value.items() if name != path[0]}
+    return {**value, path[0]: _without(value[path[0]], path[1:])} if path[1:] else rest
 
 
 def unknown_field(name: str, known: Collection[str]) -> RequestError:
@@ -156,7 +209,9 @@ def is_one_of(value: object, values: Iterable[object]) -> bool:
 def disobeyed(name: str, value: object, why: str) -> RequestError:
     """Return the error for a value that would not be obeyed."""
     return RequestError(
-        f"{name} = {shown(value)} cannot be obeyed: {why}. Leave it out.", param=name
+        f"{name} = {shown(value)} cannot be obeyed: {why}. Leave it out, or let the session drop "
+        "it (drop_fields).",
+        param=name,
     )
 
 

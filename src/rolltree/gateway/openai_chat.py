@@ -10,25 +10,18 @@ import numpy as np
 
 from rolltree.gateway.calls import AgentAnswer, AgentCall, AnswerDelta, AnswerHead
 from rolltree.gateway.failures import Failure, openai_error
+from rolltree.gateway.field_table import fields_at
 from rolltree.gateway.fields import (
-    NO_EFFECT,
-    READ,
-    Field,
-    each,
     flag,
     includes_usage,
     model_in,
     num_choices,
-    only,
-    passed,
     read_fields,
-    settings,
     tools_in,
 )
 from rolltree.gateway.protocol import Answering, WireProtocol, data_event
 from rolltree.gateway.tools import OfferedTools, chat_call, chat_tools
 from rolltree.inference.deltas import one_call_each, outgoing_message
-from rolltree.inference.request_fields import FIELDS, RequestField
 from rolltree.inference.routed_experts import encode_routing
 from rolltree.values.types import (
     FloatArray,
@@ -46,43 +39,10 @@ _TEXT_MAX_TOKENS = 16
 # The most completions of one request: prompts times `n`.
 _MAX_COMPLETIONS = 1024
 _ONE_OF_SAMPLED = "only logprobs of sampled tokens are recorded"
-_ONLY_NEUTRAL = {
-    "add_special_tokens": "the chat template decides which tokens a prompt has",
-    "best_of": "every sample is a separate call",
-    "continue_final_message": "answers are sampled from their start",
-    "echo": "an answer has only what was sampled",
-    "include_stop_str_in_output": "an answer ends before its stop string",
-    "modalities": "only text can be recorded as tokens",
-    "suffix": "text can only be continued at its end",
-    "top_logprobs": _ONE_OF_SAMPLED,
-}
-"""Fields that no server behind the gateway may obey, and why."""
-_UNREAD = {
-    *("add_generation_prompt", "chat_template", "documents", "kv_transfer_params"),
-    *("prompt_logprobs", "return_routed_experts", "truncate_prompt_tokens"),
-}
-_USES = {"setting": Field("sampling"), "note": NO_EFFECT, "ask": READ}
-
-
-def _use(name: str, field: RequestField) -> Field:
-    if name in _ONLY_NEUTRAL:
-        return only(*field.neutral, why=_ONLY_NEUTRAL[name])
-    # What is left, the model's server obeys or refuses.
-    return _USES.get(field.kind) or passed(*field.neutral)
-
-
-COMPLETION_FIELDS: dict[str, Field] = {
-    **each("model", READ),
-    **{
-        name: _use(name, field)
-        for name, field in FIELDS.items()
-        if field.kind != "client" and name not in _UNREAD
-    },
-    **settings("temperature top_p top_k"),
-}
-CHAT_FIELDS: dict[str, Field] = {**COMPLETION_FIELDS, **each("messages tools tool_choice", READ)}
-TEXT_FIELDS: dict[str, Field] = {**COMPLETION_FIELDS, "prompt": READ}
-del TEXT_FIELDS["tool_choice"]
+CHAT_FIELDS = fields_at("chat/completions")
+TEXT_FIELDS = fields_at("completions")
+# What both have, and vLLM's requests with ids.
+COMPLETION_FIELDS = {name: TEXT_FIELDS[name] for name in TEXT_FIELDS.keys() & CHAT_FIELDS.keys()}
 
 
 # -- requests ------------------------------------------------------------------------------------
@@ -90,7 +50,7 @@ del TEXT_FIELDS["tool_choice"]
 
 def read_chat(body: Mapping[str, Any], session: Answering) -> AgentCall:
     """Return the call that a body of `chat/completions` asks for."""
-    given, asked = read_fields(body, CHAT_FIELDS)
+    given, asked, notes = read_fields(body, CHAT_FIELDS)
     offered, asked = tools_and_choice(given, asked)
     if given.get("logprobs", False) not in (True, False):
         raise RequestError(f"{_ONE_OF_SAMPLED}: logprobs is true or false.", param="logprobs")
@@ -101,14 +61,14 @@ def read_chat(body: Mapping[str, Any], session: Answering) -> AgentCall:
         session.messages(given.get("messages")),
         asked,
         tools=tuple(offered.tools),
-        notes=offered.notes,
+        notes={**notes, **offered.notes},
         **options,
     )
 
 
 def read_text(body: Mapping[str, Any], session: Answering) -> AgentCall:
     """Return the call that a body of `completions` asks for."""
-    given, asked = read_fields(body, TEXT_FIELDS)
+    given, asked, _ = read_fields(body, TEXT_FIELDS)
     if given.get("logprobs", 0) not in (0, 1):
         raise RequestError(f"{_ONE_OF_SAMPLED}: logprobs is 0 or 1.", param="logprobs")
     # Null asks for no limit; a missing field, for OpenAI's default.

@@ -14,21 +14,18 @@ from reprlib import repr as shown
 from typing import Any
 
 from rolltree.gateway.calls import AgentAnswer, AgentCall, AnswerDelta, AnswerHead
-from rolltree.gateway.failures import Failure
+from rolltree.gateway.failures import Failure, openai_error
+from rolltree.gateway.field_table import fields_at
 from rolltree.gateway.fields import (
-    NO_EFFECT,
     READ,
     Field,
+    FieldsRead,
     disobeyed,
     each,
     flag,
     model_in,
-    only,
-    passed,
     read_fields,
     read_part,
-    sampling,
-    settings,
     tools_in,
     unknown_field,
 )
@@ -59,27 +56,7 @@ from rolltree.gateway.tools import (
 from rolltree.values.types import ChatMessage, SamplingParams, ToolSchema
 from rolltree.web.guard import RequestError
 
-_KEPT_HERE = "a session keeps its responses only. Send input, or previous_response_id"
-RESPONSE_FIELDS: dict[str, Field] = {
-    **each("model input instructions previous_response_id stream stream_options", READ),
-    **each("tools tool_choice text reasoning include metadata store max_tool_calls", READ),
-    **each("user safety_identifier prompt_cache_key prompt_cache_options", READ),
-    **settings("temperature top_p"),
-    "max_output_tokens": sampling("max_tokens"),
-    "parallel_tool_calls": passed(True),
-    **each("service_tier prompt_cache_retention client_metadata", NO_EFFECT),
-    "background": only(False, why="a response is sampled while its request waits"),
-    "background_options": READ,
-    # An input that is too long is refused, never cut.
-    "truncation": NO_EFFECT,
-    "top_logprobs": only(0, why="chat/completions gives logprobs, of sampled tokens"),
-    "conversation": only(why=_KEPT_HERE),
-    "prompt": only(why="the gateway keeps no prompt templates. Send instructions and input"),
-    "context_management": only([], why="the gateway compacts nothing; the agent may"),
-    "moderation": only(why="the gateway moderates nothing"),
-    "image": only({}, why="only text can be recorded as tokens"),
-    "access_programs": only({}, why="there are none here"),
-}
+RESPONSE_FIELDS = fields_at("responses")
 # Fields of items from hosted tools and images, which never occur here; and the encrypted reasoning.
 _INCLUDABLE = (
     ENCRYPTED,
@@ -100,6 +77,9 @@ _REPEATED: dict[str, Any] = {
     "prompt_cache_key": None,
     "temperature": 1.0,
     "top_p": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "top_logprobs": 0,
     "parallel_tool_calls": True,
     "tool_choice": "auto",
     "tools": [],
@@ -114,25 +94,7 @@ _SETTINGS = {"temperature": "temperature", "top_p": "top_p", "max_output_tokens"
 _TOOL_FIELDS = ("name", "description", "parameters", "strict")
 _CUSTOM_FIELDS = ("name", "description", "format")
 _NAMESPACE_FIELDS = ("name", "description", "tools")
-# The fields of nested objects.
-_REASONING: dict[str, Field] = {
-    "effort": passed(name="reasoning_effort"),
-    # No model shortens the reasoning, so every summary is the whole of it.
-    **each("summary generate_summary", READ),
-    "context": only("auto", why="the model's template decides which reasoning it sees again"),
-    "mode": only("standard", why="the gateway has one mode"),
-}
-_TEXT: dict[str, Field] = {"format": READ, "verbosity": passed()}
 _FORMAT: dict[str, Field] = each("type name description schema strict", READ)
-_CACHE: dict[str, Field] = {
-    **each("mode ttl", NO_EFFECT),
-    "prewarm": only(False, why="every request samples an answer; prompts are not read in advance"),
-}
-_BACKGROUND: dict[str, Field] = {
-    "completion_window": only("soonest", why="a response is sampled while its request waits"),
-    "continuation_id": NO_EFFECT,
-}
-_STREAM: dict[str, Field] = each("include_obfuscation", NO_EFFECT)
 _RESPONSE_ID = re.compile(r"resp_(.+)")
 
 
@@ -141,9 +103,9 @@ _RESPONSE_ID = re.compile(r"resp_(.+)")
 
 def read_responses(body: Mapping[str, Any], session: Answering) -> AgentCall:
     """Return the call that a body of `responses` asks for."""
-    given, asked = read_fields(body, RESPONSE_FIELDS)
-    _, reasoning = read_part(given.get("reasoning", {}), _REASONING, "reasoning")
-    text, style = read_part(given.get("text", {}), _TEXT, "text")
+    given, asked, notes = read_fields(body, RESPONSE_FIELDS)
+    _, reasoning, wished = _part(given, "reasoning")
+    text, style, _ = _part(given, "text")
     passed_on = {**reasoning.extra, **style.extra, **_response_format(text.get("format", {}))}
     asked = replace(asked, extra={**asked.extra, **passed_on})
     offered = _Tools(given)
@@ -161,8 +123,12 @@ def read_responses(body: Mapping[str, Any], session: Answering) -> AgentCall:
             **_options(body, given, session.sampling_for(asked), session.keeps_answers),
             **offered.options,
         },
-        notes={**offered.notes, **chosen.notes},
+        notes={**notes, **wished, **offered.notes, **chosen.notes},
     )
+
+
+def _part(given: Mapping[str, Any], name: str) -> FieldsRead:
+    return read_part(given.get(name, {}), fields_at("responses", name), name)
 
 
 def _options(
@@ -177,13 +143,16 @@ def _options(
         # What is not kept cannot be read from a reference, which "encrypted" reasoning is here.
         include = [name for name in given.get("include", []) if name != ENCRYPTED]
         repeated |= {"store": False, "include": include}
-    effort = obeyed.extra.get("reasoning_effort")
+    repeated["tools"] = [_shown_tool(tool) for tool in given.get("tools", [])]
+    effort, text = obeyed.extra.get("reasoning_effort"), _given_in(given, "text")
+    if text.get("format", {}).get("type") == "json_schema":
+        text["format"] = {"description": None, "strict": False, **text["format"]}
     return {
         "object": "response",
         **{
             name: _REPEATED[name] if repeated[name] is None else repeated[name] for name in repeated
         },
-        "text": {"format": {"type": "text"}, **_given_in(given, "text")},
+        "text": {"format": {"type": "text"}, **text},
         "reasoning": {"summary": None, **_given_in(given, "reasoning"), "effort": effort},
         "background": False,
         "truncation": "disabled",
@@ -191,12 +160,19 @@ def _options(
     }
 
 
+def _shown_tool(tool: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a tool as a response shows it: a function with all fields that it has in the API."""
+    if tool["type"] != "function":
+        return tool
+    return {**dict.fromkeys(_TOOL_FIELDS), **tool}
+
+
 def _given_in(given: Mapping[str, Any], name: str) -> dict[str, Any]:
     return {key: value for key, value in given.get(name, {}).items() if value is not None}
 
 
 def _response_format(value: object) -> dict[str, Any]:
-    wanted, _ = read_part(value, _FORMAT, "text.format")
+    wanted = read_part(value, _FORMAT, "text.format").given
     match wanted:
         case {"type": "json_object"}:
             return {"response_format": {"type": "json_object"}}
@@ -278,9 +254,8 @@ def _chat_choice(choice: object) -> object:
 
 def _check_rest(given: Mapping[str, Any]) -> None:
     """Check the fields that change nothing here: values that ask for more are refused."""
-    read_part(given.get("stream_options", {}), _STREAM, "stream_options")
-    read_part(given.get("prompt_cache_options", {}), _CACHE, "prompt_cache_options")
-    read_part(given.get("background_options", {}), _BACKGROUND, "background_options")
+    for name in ("stream_options", "prompt_cache_options", "background_options"):
+        _part(given, name)
     include = given.get("include", [])
     for name in include if isinstance(include, list) else [include]:
         if not isinstance(include, list) or name not in _INCLUDABLE:
@@ -330,6 +305,8 @@ def _finished(answer: AgentAnswer, options: Mapping[str, Any]) -> dict[str, Any]
     body = _response(answer.head, options, last_status(answer), output_items(answer, options))
     if answer.finish_reason in CUT_REASONS:
         body["incomplete_details"] = {"reason": CUT_REASONS[answer.finish_reason]}
+    else:
+        body["completed_at"] = answer.head.created_s + int(answer.response.time_s)
     num_read, num_sampled = answer.num_prompt_tokens, answer.num_completion_tokens
     cached = {"cached_tokens": answer.num_cached_tokens, "cache_write_tokens": 0}
     body["usage"] = {
@@ -348,6 +325,7 @@ def _response(
     return {
         "id": f"resp_{head.id}",
         "created_at": head.created_s,
+        "completed_at": None,
         "status": status,
         "error": None,
         "incomplete_details": None,
@@ -435,7 +413,9 @@ class ResponseEvents:
     def fail(self, failure: Failure) -> Iterable[bytes]:
         """Return the error, and the response with the items so far."""
         told = {"code": failure.code, "message": failure.message, "param": failure.param}
-        yield self._event("error", **told)
+        # The official client reads the fields of the event, the open specification its `error`.
+        kind = openai_error(failure)["error"]["type"]
+        yield self._event("error", **told, error={"type": kind, **told})
         unfinished = self._item("incomplete")
         output = [*self._done, *([] if unfinished is None else [unfinished])]
         response = _response(self._head, self._options, "failed", output)

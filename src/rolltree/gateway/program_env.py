@@ -26,6 +26,7 @@ from rolltree._helpers.redact import redact_text
 from rolltree._helpers.tasks import being_cancelled, contained, run_shielded
 from rolltree.environments.environment import Environment
 from rolltree.environments.lifecycle import discover, in_phase, teardown
+from rolltree.gateway.fields import checked_names
 from rolltree.gateway.program import (
     NAMES,
     PASSED,
@@ -102,6 +103,7 @@ class ProgramEnv(Environment):
             it always gets PATH and LANG.
         time_limit_s: seconds after which the program is ended, not counting waits for the server.
         max_calls, max_tokens: the model calls, or sampled tokens, after which calls are refused.
+        drop_fields: names of fields that are taken out of the program's requests, and noted.
         sandbox: "local" or a `LocalBackend`: the command can reach the gateway and nothing else.
             None runs it as the user of this process.
         sandbox_limits: the command's limits in the sandbox.
@@ -128,6 +130,7 @@ class ProgramEnv(Environment):
         time_limit_s: float | None = 600.0,
         max_calls: int | None = None,
         max_tokens: int | None = None,
+        drop_fields: Sequence[str] = (),
         sandbox: str | LocalBackend | None = None,
         sandbox_limits: Limits | None = None,
         collect: Sequence[str] = (),
@@ -181,6 +184,7 @@ class ProgramEnv(Environment):
         if time_limit_s is not None and not time_limit_s > 0:
             raise ConfigError(f"time_limit_s is {time_limit_s}; no program could even start.")
         self.session_limits = SessionLimits(max_calls=max_calls, max_tokens=max_tokens)
+        self.drop_fields = checked_names(drop_fields)
         self.backend = _local_backend(sandbox)
         if sandbox is None and sandbox_limits is not None:
             raise ConfigError(
@@ -305,6 +309,7 @@ class ProgramEnv(Environment):
             state=state,
             sampling=args,
             limits=self.session_limits,
+            drop_fields=self.drop_fields,
         )
 
     async def _run(

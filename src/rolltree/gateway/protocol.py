@@ -25,6 +25,11 @@ class Answering(Protocol):
     """Whether later requests can refer to an answer."""
 
     @property
+    def drop_fields(self) -> Sequence[str]:
+        """The names of the fields that are taken out of every request."""
+        ...
+
+    @property
     def model_name(self) -> str:
         """The name of the model that answers."""
         ...

@@ -46,6 +46,7 @@ class SessionSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_calls: int | None = None
     max_tokens: int | None = None
     time_limit_s: float | None = None
+    drop_fields: list[str] = []
     info: dict[str, Any] = {}
 
 
@@ -209,6 +210,7 @@ class Gateway:
         sampling: SamplingArgs | SamplingParams | None = None,
         seed: int | None = None,
         limits: SessionLimits | None = None,
+        drop_fields: Sequence[str] = (),
         info: Mapping[str, Any] | None = None,
         **unknown: Any,
     ) -> GatewaySession:
@@ -243,6 +245,7 @@ class Gateway:
             sampling=sampling,
             seed=seed,
             limits=self.limits if limits is None else limits,
+            drop_fields=drop_fields,
             info=info,
             api_key=secrets.token_urlsafe(24),
         )
@@ -314,7 +317,12 @@ class Gateway:
             )
         )
         return self.session(
-            given.id, sampling=given.sampling, seed=given.seed, limits=limits, info=given.info
+            given.id,
+            sampling=given.sampling,
+            seed=given.seed,
+            limits=limits,
+            drop_fields=given.drop_fields,
+            info=given.info,
         )
 
     async def close_session(self, session: GatewaySession, body: Mapping[str, Any]) -> None:

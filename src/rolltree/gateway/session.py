@@ -34,6 +34,7 @@ from rolltree.gateway.calls import (
     Connection,
     without_hints,
 )
+from rolltree.gateway.fields import checked_names
 from rolltree.gateway.journal import JournalFile, KeptCall, KeptSession
 from rolltree.gateway.messages import chat_messages
 from rolltree.inference.call import ModelCall
@@ -136,6 +137,8 @@ class GatewaySession:
         seed: the seed from which every call's is derived; a seed that the agent asks for is mixed
             with it.
         limits: the most that it may use.
+        drop_fields: names of fields that are taken out of its requests, and noted
+            (`reasoning.context` is a field of the object `reasoning`).
         info: JSON data to keep with the session.
         opened_s: when it was opened, in seconds since the epoch.
         journal: the file that finished calls are written to.
@@ -156,6 +159,7 @@ class GatewaySession:
         sampling: SamplingArgs | SamplingParams | None = None,
         seed: int | None = None,
         limits: SessionLimits = NO_LIMITS,
+        drop_fields: Sequence[str] = (),
         info: Mapping[str, Any] | None = None,
         opened_s: float | None = None,
         journal: JournalFile | None = None,
@@ -177,7 +181,7 @@ class GatewaySession:
             else dict(sampling or {})
         )
         merge_sampling(self.sampling, None)  # raises now rather than in every call
-        self.seed = seed
+        self.seed, self.drop_fields = seed, checked_names(drop_fields)
         self.opened_s = time.time() if opened_s is None else opened_s
         self.state = new_state(session_id, self.opened_s) if state is None else state
         self.ended: TruncationReason | None = None
@@ -281,6 +285,7 @@ class GatewaySession:
             "sampling": self.sampling,
             "seed": self.seed,
             "limits": asdict(self.limits),
+            "drop_fields": self.drop_fields,
             "info": self.info,
             "opened_s": self.opened_s,
         }

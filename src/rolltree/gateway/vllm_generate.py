@@ -32,11 +32,11 @@ _PARAMS = {name: field for name, field in COMPLETION_FIELDS.items() if name not 
 
 def read_generate(body: Mapping[str, Any], session: Answering) -> AgentCall:
     """Return the call that a body of `generate` asks for."""
-    given, passed_on = read_fields(body, GENERATE_FIELDS)
+    given, passed_on, _ = read_fields(body, GENERATE_FIELDS)
     name = given.get("request_id", "")
     if not isinstance(name, str):
         raise RequestError("request_id is not a string.", param="request_id")
-    params, asked = read_part(given.get("sampling_params", {}), _PARAMS, "sampling_params")
+    params, asked, _ = read_part(given.get("sampling_params", {}), _PARAMS, "sampling_params")
     logprobs = params.get("logprobs", 0)
     if logprobs not in (0, 1):
         raise RequestError("only logprobs of sampled tokens are supported. Use 0 or 1.")

@@ -12,6 +12,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Iterable, Mapping
 from contextlib import aclosing, suppress
+from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
 from types import SimpleNamespace
@@ -33,6 +34,7 @@ from rolltree.gateway.calls import (
     Connection,
 )
 from rolltree.gateway.failures import Failure, failure_of_request, openai_error
+from rolltree.gateway.fields import without_fields
 from rolltree.gateway.openai_chat import CHAT, TEXT
 from rolltree.gateway.openai_responses import RESPONSES
 from rolltree.gateway.protocol import Answering, EventWriter, WireProtocol
@@ -173,7 +175,10 @@ def asking(protocol: WireProtocol) -> Handler:
     async def ask(request: Request) -> Response:
         session: Answering = request.scope[SESSION]
         content = await request_body(request)
-        call = protocol.read(object_in(content), session)
+        body, dropped = without_fields(object_in(content), session.drop_fields)
+        call = protocol.read(body, session)
+        if dropped:
+            call = replace(call, notes={**call.notes, **dropped})
         origin = _origin(request, protocol, content)
         if call.stream:
             return EventStream(request, protocol, session, call, origin)
@@ -330,9 +335,10 @@ def beside(protocol: WireProtocol, side: Any) -> Handler:
 
     async def answer(request: Request) -> Response:
         content = await request_body(request)
-        body = object_in(content) if content else {}
+        session: Answering = request.scope[SESSION]
+        body, _ = without_fields(object_in(content) if content else {}, session.drop_fields)
         params = {**request.query_params, **request.path_params}
-        return json_response(await side(request.scope[SESSION], body, params))
+        return json_response(await side(session, body, params))
 
     return answering(answer, protocol)
 

@@ -221,8 +221,7 @@ async def test_true_is_not_one_and_zero_is_not_false(body: dict[str, Any]) -> No
 
 
 def test_a_number_may_be_written_with_a_point() -> None:
-    given, sampling = read_fields({"length_penalty": 1.0}, TEXT_FIELDS)
-    assert (given, sampling) == ({}, SamplingParams())
+    assert read_fields({"length_penalty": 1.0}, TEXT_FIELDS) == ({}, SamplingParams(), {})
 
 
 def test_null_in_stream_options_is_not_given_and_a_text_is_no_flag() -> None:

@@ -141,8 +141,8 @@ def test_what_is_refused_and_in_which_form(agent: Any, claude: Any, served: Serv
     ):
         with pytest.raises(openai.NotFoundError, match=named):
             agent.responses.create(**{"model": "taught", "input": "a", **fields})
+    odd = {"type": "json_schema", "name": "odd", "schema": {"type": "odd"}}
     with pytest.raises(openai.BadRequestError, match="response_format cannot be compiled"):
-        odd = {"type": "json_schema", "name": "odd", "schema": {"type": "odd"}}
         agent.responses.create(model="taught", input="a", text={"format": odd})
     wish = agent.responses.create(model="taught", input="a", reasoning={"effort": "low"})
     assert wish.status in ("completed", "incomplete")
@@ -153,7 +153,7 @@ def test_what_is_refused_and_in_which_form(agent: Any, claude: Any, served: Serv
     messages = [{"role": "user", "content": "a"}]
     with pytest.raises(anthropic.NotFoundError, match="'claude-9' does not exist"):
         claude.messages.create(model="claude-9", max_tokens=3, messages=messages)
-    with pytest.raises(anthropic.BadRequestError, match="tool_choice.*'sub'"):
+    with pytest.raises(anthropic.BadRequestError, match=r"tool_choice.*'sub'"):
         claude.messages.create(
             model="taught",
             max_tokens=3,

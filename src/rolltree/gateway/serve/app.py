@@ -197,7 +197,7 @@ class Handlers:
         return json_response(await served.run(lambda: {"prompt": served.renderer.decode(ids)}))
 
     async def _given(self, request: Request, fields: Mapping[str, Field]) -> dict[str, Any]:
-        given, _ = read_fields(await json_body(request), fields)
+        given = read_fields(await json_body(request), fields).given
         self._served.check_model(model_in(given))
         return given
 

@@ -135,6 +135,7 @@ class ServedModel:
     # -- calls, as protocols make them (`rolltree.gateway.protocol.Answering`) ---------------------
 
     keeps_answers: ClassVar[bool] = False
+    drop_fields: ClassVar[Sequence[str]] = ()
 
     @property
     def model_name(self) -> str:
@@ -191,6 +192,8 @@ class ServedModel:
     def _check(self, call: AgentCall) -> None:
         """Refuse what the engine would ignore, before the prompt is rendered."""
         self.check_model(call.model)
+        for name, why in call.notes.items():
+            _log_note(name, why)
         hints = hints_in(call.sampling.extra)
         for name, value in call.sampling.extra.items():
             if name in hints:  # the engine logs it
@@ -334,6 +337,7 @@ class ServedModel:
             self.logprobs_of(output),
             output.versions,
             call.sampling.temperature,
+            time_s=max(time.time() - head.created_s, 0.0),
             routed_experts=output.routed_experts,
         )
         return AgentAnswer(
@@ -429,8 +433,8 @@ class ServedModel:
 
 
 @lru_cache(256)
-def _log_note(model: str, note: str) -> None:
-    logger.warning("%s: %s.", model, note)
+def _log_note(name: str, why: str) -> None:
+    logger.warning("%s: %s", name, why)
 
 
 class _Streamed:

@@ -1,4 +1,4 @@
-"""Constrained decoding: which tokens a grammar allows next (llguidance, the extra `constrained`)."""
+"""Which tokens a grammar allows next: constrained decoding with llguidance (extra `constrained`)."""
 
 from __future__ import annotations
 
