@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from rolltree.inference.call import DEFAULT_SAMPLING
+from rolltree.inference.engine import TopLogprobs
 from rolltree.inference.request_fields import asks_for_form, hints_in
 from rolltree.values.types import (
     ChatMessage,
@@ -147,6 +148,7 @@ class DeltaTokens:
     logprobs: FloatArray
     prompt_ids: IntArray
     decode: Callable[[list[int]], str] = field(repr=False)
+    top: tuple[TopLogprobs, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +189,8 @@ class AgentAnswer:
     decode: Callable[[list[int]], str] | None = field(default=None, repr=False)
     index: int = 0
     rest: AnswerDelta = AnswerDelta()
+    # The likeliest tokens at each place of the completion, if they were asked for.
+    top: tuple[TopLogprobs, ...] = ()
 
     @property
     def text(self) -> str:

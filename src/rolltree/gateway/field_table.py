@@ -155,13 +155,14 @@ _FIRST = (
         chat="functions function_call",
     ),
     _row(
-        "changes",
-        "only",
-        "refused: only logprobs of sampled tokens are recorded",
-        0,
-        openai="top_logprobs",
+        "no effect",
+        "read",
+        "the likeliest tokens at each place, by the embedded engine; refused where a server gives "
+        "only what was sampled",
+        chat="top_logprobs",
         responses="top_logprobs",
     ),
+    _row("changes", "only", "refused: logprobs says how many", 0, text="top_logprobs"),
     _row(
         "changes",
         "only",

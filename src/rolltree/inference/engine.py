@@ -56,6 +56,10 @@ _NO_EFFECT: dict[str, tuple[object, ...]] = {
 """Request fields of servers, and the values that ask for what an engine does anyway."""
 
 
+TopLogprobs = tuple[tuple[int, float], ...]
+"""The most likely tokens at one place, the likeliest first, and their logprobs."""
+
+
 @dataclass(frozen=True, slots=True)
 class EngineOutput:
     """One completion; arrays have shape `[_C]`: one entry per sampled token, with the end token.
@@ -63,7 +67,9 @@ class EngineOutput:
     `logprobs` are under the distribution sampled from (at temperature 0, that of temperature 1),
     `raw_logprobs` under the model's own softmax, if the engine has them. `stop` is the stop string,
     or the id in `stop_token_ids`, that ended the completion; None if an end token or the length
-    limit did. `routed_experts` is as in `ModelResponse`, if the engine records it.
+    limit did. `routed_experts` is as in `ModelResponse`, if the engine records it. `top` and
+    `raw_top` have the likeliest tokens at each place under the one and the other distribution, if
+    `top_logprobs` asks for them.
     """
 
     completion_ids: IntArray
@@ -76,6 +82,8 @@ class EngineOutput:
     wait_s: float  # before it was admitted, and while the engine was paused
     raw_logprobs: FloatArray | None = None
     routed_experts: Any = None
+    top: tuple[TopLogprobs, ...] = ()
+    raw_top: tuple[TopLogprobs, ...] = ()
 
 
 class SampledToken(NamedTuple):
@@ -85,6 +93,8 @@ class SampledToken(NamedTuple):
     logprob: float
     raw_logprob: float | None
     version: int
+    top: TopLogprobs = ()
+    raw_top: TopLogprobs = ()
 
 
 @dataclass(slots=True, eq=False)

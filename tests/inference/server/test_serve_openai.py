@@ -232,6 +232,21 @@ def test_streamed_tool_call(client: Any) -> None:
     assert deltas[-1].finish_reason == "tool_calls"
 
 
+def test_the_likeliest_tokens_come_with_their_token(client: Any) -> None:
+    asked = {"model": "taught", "messages": Q, "temperature": 0, "max_tokens": 5, "logprobs": True}
+    whole = client.chat.completions.create(**asked, top_logprobs=4).choices[0]
+    chunks = client.chat.completions.create(**asked, top_logprobs=4, stream=True)
+    parts = [each.logprobs.content for chunk in chunks for each in chunk.choices if each.logprobs]
+
+    def named(entries: Any) -> list[tuple[str, list[str]]]:
+        return [(each.token, [top.token for top in each.top_logprobs]) for each in entries]
+
+    found = named(entry for part in parts for entry in part)
+    assert found == named(whole.logprobs.content)
+    assert all(len(likeliest) == 4 for _, likeliest in found)
+    assert len(parts) > 1
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -242,7 +257,7 @@ def test_streamed_tool_call(client: Any) -> None:
         ({"response_format": {"type": "xml"}}, "response_format"),
         ({"guided_json": {"type": "odd"}}, "guided_json cannot be compiled.*Invalid type: odd"),
         ({"tool_choice": "required"}, "offers no tools"),
-        ({"top_logprobs": 3, "logprobs": True}, "top_logprobs"),
+        ({"top_logprobs": 21, "logprobs": True}, "top_logprobs"),
         ({"n": 0}, "n = 0"),
         ({"stream_options": {"every": 2}}, "include_usage"),
         ({"temperature": -1}, "temperature"),

@@ -135,6 +135,12 @@ class ServedModel:
     # -- calls, as protocols make them (`rolltree.gateway.protocol.Answering`) ---------------------
 
     keeps_answers: ClassVar[bool] = False
+
+    @property
+    def gives_top_logprobs(self) -> bool:
+        """Whether the engine can."""
+        return "top_logprobs" in self.engine.extra_settings
+
     drop_fields: ClassVar[Sequence[str]] = ()
 
     @property
@@ -352,6 +358,7 @@ class ServedModel:
             options=call.options,
             decode=self.renderer.decode,
             index=index,
+            top=output.top if self.logprobs == "processed" else output.raw_top,
         )
 
     def text(self, output: EngineOutput) -> str:
@@ -460,5 +467,7 @@ class _Streamed:
         self.reasoning.append(reasoning)
         self.content.append(content)
         ids, values = np.array([token.id], np.int32), self._served.logprobs_of(token)
-        tokens = DeltaTokens(ids, values, self.prompt, self._served.renderer.decode)
+        served = self._served
+        top = (token.top if served.logprobs == "processed" else token.raw_top,)
+        tokens = DeltaTokens(ids, values, self.prompt, served.renderer.decode, top)
         return AnswerDelta(reasoning, content, (), self.index, tokens)

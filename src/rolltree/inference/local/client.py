@@ -108,7 +108,8 @@ class LocalClient(RootClient[TokenSession]):
             routed_experts=output.routed_experts,
             wait_s=output.wait_s,
             info={"num_cached_tokens": output.num_cached_tokens}
-            | ({} if output.stop is None else {"stop_reason": output.stop}),
+            | ({} if output.stop is None else {"stop_reason": output.stop})
+            | ({"top_logprobs": output.top} if output.top else {}),
         )
 
     async def aclose(self) -> None:

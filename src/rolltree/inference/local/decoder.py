@@ -17,9 +17,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from rolltree.inference.engine import EngineOutput, EngineRequest, EngineStats, SampledToken
+from rolltree.inference.engine import (
+    EngineOutput,
+    EngineRequest,
+    EngineStats,
+    SampledToken,
+    TopLogprobs,
+)
 from rolltree.inference.local.runner import ModelRunner
-from rolltree.inference.local.sampling import Adjusted, Processors, sample
+from rolltree.inference.local.sampling import Adjusted, Processors, Top, sample
 from rolltree.inference.local.slots import SlotTable
 from rolltree.values.errors import ModelError
 from rolltree.values.types import FinishReason
@@ -54,10 +60,22 @@ class LocalRequest(EngineRequest):
 
     processors: Processors | None = None
     mask: GrammarMask | None = None  # one of the processors
+    num_top: int = 0
+    # The likeliest tokens at each place: of the distribution sampled from, and of the model's.
+    tops: list[tuple[TopLogprobs, TopLogprobs]] = field(default_factory=list)
     uniforms: UniformStream = field(init=False)
 
     def __post_init__(self) -> None:
         self.uniforms = UniformStream(self.seed)
+
+
+def _listed(top: Top) -> list[TopLogprobs]:
+    """Return the likeliest tokens of each row, without those that cannot be sampled."""
+    rows = zip(top.ids.tolist(), top.logprobs.tolist(), strict=True)
+    return [
+        tuple((token, value) for token, value in zip(*row, strict=True) if value > -np.inf)
+        for row in rows
+    ]
 
 
 class Decoder:
@@ -191,7 +209,15 @@ class Decoder:
                 so_far = torch.from_numpy(known).to(device)
                 adjusted.append(Adjusted(at, so_far, request.processors))
         temperature, top_k, top_p = torch.from_numpy(slots.settings[rows]).to(device).unbind(1)
-        drawn = sample(logits, uniforms, temperature, top_k.long(), top_p, adjusted)
+        asking = [at for at, request in enumerate(requests) if request.num_top]
+        num_top = max((requests[at].num_top for at in asking), default=0)
+        settings = (temperature, top_k.long(), top_p)
+        drawn = sample(logits, uniforms, *settings, adjusted, asking, num_top)
+        if drawn.top is not None and drawn.raw_top is not None:
+            tops = zip(_listed(drawn.top), _listed(drawn.raw_top), strict=True)
+            for at, (top, raw_top) in zip(asking, tops, strict=True):
+                number = requests[at].num_top
+                requests[at].tops.append((top[:number], raw_top[:number]))
         ids = drawn.ids.to("cpu", torch.int32).numpy()
         logprobs, raw = drawn.logprobs.cpu().numpy(), drawn.raw_logprobs.cpu().numpy()
         slots.append(rows, ids, logprobs, raw, version)
@@ -215,7 +241,7 @@ class Decoder:
             # The last token comes with the finished answer and its finish reason.
             if request.on_token is not None and slots.request[rows[at]] is request:
                 token = int(ids[at]), float(logprobs[at]), float(raw[at]), version
-                request.on_token(SampledToken(*token))
+                request.on_token(SampledToken(*token, *(request.tops[-1] if request.tops else ())))
 
     def _compact(self, active: list[int]) -> list[int]:
         """Move the highest requests into the lowest free rows until no hole is left."""
@@ -265,6 +291,8 @@ class Decoder:
             wait_s=request.wait_s,
             # The last sampled token was never run through the model.
             routed_experts=None if self.experts is None else self.experts.read(row, length - 1),
+            top=tuple(top for top, _ in request.tops),
+            raw_top=tuple(raw_top for _, raw_top in request.tops),
         )
         slots.release(row)
         request.settle(output)

@@ -15,7 +15,7 @@ import numpy as np
 from rolltree.inference.engine import DEFAULT_MAX_CONTEXT, EngineThread, extra_of
 from rolltree.inference.local.decoder import Decoder, LocalRequest
 from rolltree.inference.local.probe import check_invariance, choose_route, max_stable_positions
-from rolltree.inference.local.sampling import PROCESSED, make_processors
+from rolltree.inference.local.sampling import PROCESSED, make_processors, num_top_logprobs
 from rolltree.inference.local.slots import SlotTable
 from rolltree.inference.request_fields import CONSTRAINTS
 from rolltree.values.errors import ConfigError, UnsupportedSetting
@@ -61,7 +61,7 @@ class LocalEngine(EngineThread[LocalRequest]):
 
     label = "the embedded engine"
     survives_failed_steps = True
-    extra_settings = PROCESSED.union(CONSTRAINTS)
+    extra_settings = PROCESSED.union(CONSTRAINTS, ["top_logprobs"])
 
     def __init__(
         self,
@@ -191,7 +191,9 @@ class LocalEngine(EngineThread[LocalRequest]):
             vocab_size=self.vocab_size,
             device=self._device,
         )
-        return LocalRequest(prompt, sampling, seed, limit, processors=processors, mask=mask)
+        request = LocalRequest(prompt, sampling, seed, limit, processors=processors, mask=mask)
+        request.num_top = num_top_logprobs(extra)
+        return request
 
     def prepare(self, sampling: SamplingParams) -> None:
         """Compile the form of an answer, if one is required; the next request finds it compiled."""

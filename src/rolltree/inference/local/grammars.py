@@ -1,4 +1,4 @@
-"""Which tokens a grammar allows next: constrained decoding with llguidance (extra `constrained`)."""
+"""Which tokens a grammar allows next: constrained decoding with llguidance."""
 
 from __future__ import annotations
 

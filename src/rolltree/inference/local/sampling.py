@@ -41,12 +41,21 @@ class Processors:
     after: LogitsProcessorList
 
 
+class Top(NamedTuple):
+    """The likeliest tokens of some rows: ids int64 `[rows, n]` and their logprobs, float32."""
+
+    ids: Tensor
+    logprobs: Tensor
+
+
 class SampledTokens(NamedTuple):
-    """One token per row. Tensors of shape `[_B]`."""
+    """One token per row. Tensors of shape `[_B]`; `top` and `raw_top` are of the rows that ask."""
 
     ids: Tensor  # int64
     logprobs: Tensor  # of the distribution sampled from
     raw_logprobs: Tensor  # of the softmax of the unchanged logits
+    top: Top | None = None
+    raw_top: Top | None = None
 
 
 class Adjusted(NamedTuple):
@@ -64,6 +73,8 @@ def sample(
     top_k: Tensor,
     top_p: Tensor,
     adjusted: Sequence[Adjusted] = (),
+    top_rows: Sequence[int] = (),
+    num_top: int = 0,
 ) -> SampledTokens:
     """Draw one token per row by inverting the cumulative distribution at `uniforms`.
 
@@ -75,6 +86,7 @@ def sample(
         top_k: int64 `[_B]`; 0 is off.
         top_p: float32 `[_B]`; 1 is off.
         adjusted: rows with further settings.
+        top_rows: rows whose `num_top` likeliest tokens are returned, too.
     """
     greedy = temperature == 0
     # Avoids a division by 0.
@@ -110,13 +122,23 @@ def sample(
         ids = torch.where(greedy, likeliest, _invert(blocks, sums, uniforms, likeliest))
     # From the weights that were drawn from, since a log-softmax would differ in the last bits.
     logprobs = (weights.gather(-1, ids[:, None])[:, 0] / sums.sum(-1)).log()
+    rows = list(top_rows)
+    top = _top(weights[rows], sums[rows].sum(-1), num_top) if rows else None
     if raw is None:
-        return SampledTokens(ids, logprobs, logprobs)
+        return SampledTokens(ids, logprobs, logprobs, top, top)
     # By the same operations as for rows whose logits were not changed.
     largest = raw.amax(-1)
-    total = _blocks(raw.sub_(largest[:, None]).exp()).sum(-1).sum(-1)
+    raw_weights = raw.sub_(largest[:, None]).exp()
+    total = _blocks(raw_weights).sum(-1).sum(-1)
     own = raw.gather(-1, ids[:, None])[:, 0] - total.log()
-    return SampledTokens(ids, logprobs, torch.where(changed, own, logprobs))
+    raw_top = _top(raw_weights[rows], total[rows], num_top) if rows else None
+    return SampledTokens(ids, logprobs, torch.where(changed, own, logprobs), top, raw_top)
+
+
+def _top(weights: Tensor, total: Tensor, number: int) -> Top:
+    """Return the likeliest tokens; those of probability 0 have the logprob -inf."""
+    largest, ids = weights.topk(min(number, weights.shape[-1]), dim=-1)
+    return Top(ids, (largest / total[:, None]).log())
 
 
 def _blocks(weights: Tensor) -> Tensor:
@@ -265,6 +287,22 @@ _AFTER: dict[str, tuple[object, Callable[[_Setting], LogitsProcessor]]] = {
 }
 """Per setting: the value that changes nothing, and how to make its processor."""
 PROCESSED = frozenset((*_BEFORE, *_AFTER))
+MAX_TOP_LOGPROBS = 20
+"""As many as OpenAI's API gives."""
+
+
+def num_top_logprobs(extra: Mapping[str, Any]) -> int:
+    """Return how many of the likeliest tokens a request wants to see at each place.
+
+    Raises:
+        UnsupportedSetting: it is not a number from 0 to 20.
+    """
+    number = extra.get("top_logprobs") or 0
+    if type(number) is not int or not 0 <= number <= MAX_TOP_LOGPROBS:
+        raise UnsupportedSetting(
+            f"top_logprobs = {shown(number)} is not a number from 0 to {MAX_TOP_LOGPROBS}."
+        )
+    return number
 
 
 def make_processors(
