@@ -636,7 +636,6 @@ REFUSED = {
     ),
     "message": ({"messages": ["hi"]}, "messages[0]"),
     "no messages": ({"messages": []}, "messages"),
-    "prefill": ({"messages": [*USER, {"role": "assistant", "content": "{"}]}, "messages[1]"),
     "allowed_callers": (
         tool(allowed_callers=["code_execution_20250825"]),
         "tools[1].allowed_callers",

@@ -7,7 +7,7 @@ import math
 import anthropic
 import openai
 import pytest
-from gateway_kit import is_one_path, openai_agent
+from gateway_kit import ADD, is_one_path, openai_agent
 
 import rolltree as rt
 from chat_templates import LEADING
@@ -152,3 +152,157 @@ async def test_a_model_behind_a_server_gives_no_others_than_the_sampled(tiny):
             await agent.chat.completions.create(
                 model="m", messages=[USER], logprobs=True, top_logprobs=3
             )
+
+
+# -- how the prompt is rendered ------------------------------------------------------------------
+
+# The reasoning is opened in the prompt, or closed there (Qwen3.5's manner).
+THINKING = """\
+{%- for m in messages %}
+{{- '<|im_start|>' + m.role + '\\n' }}
+{%- if m.role == 'assistant' and loop.last %}{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}
+{{- m.content + '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}
+{%- if enable_thinking is defined and enable_thinking is false %}
+{{- '<think>\\n\\n</think>\\n\\n' }}{%- else %}{{- '<think>\\n' }}{%- endif %}{%- endif %}"""
+NO_THINKING = {"chat_template_kwargs": {"enable_thinking": False}}
+
+
+async def test_names_for_the_template_change_the_prompt_and_histories_continue(tiny, tmp_path):
+    client, history = tiny(THINKING), [USER]
+    chat = {"model": "m", "max_tokens": 5}
+    async with rt.gateway(client, directory=tmp_path) as g:
+        s = g.session("a")
+        key = s.api_key
+        async with openai_agent(s) as agent:
+            for more in (NO_THINKING, {}, NO_THINKING):
+                reply = await agent.chat.completions.create(
+                    **chat, messages=history, extra_body=more
+                )
+                message = reply.choices[0].message
+                # Without reasoning in the prompt the answer is content, and else reasoning.
+                assert bool(message.content) == bool(more)
+                history = [*history, {"role": "assistant", "content": message.content}, USER]
+            assert is_one_path(s)
+            assert s.notes == {} == s.changed_sampling
+            texts = [client.renderer.decode(step["tokens"]["prompt_ids"]) for step in s.trajectory]
+        assert [text.endswith("</think>\n\n") for text in texts] == [True, False, True]
+    # A gateway that was started again continues them, too.
+    async with rt.gateway(client, directory=tmp_path) as g:
+        s = g.sessions["a"]
+        async with openai_agent(s, api_key=key) as agent:
+            await agent.chat.completions.create(**chat, messages=history, extra_body=NO_THINKING)
+        assert is_one_path(s)
+
+
+async def test_a_name_that_the_template_does_not_read_is_noted_and_its_own_are_refused(tiny):
+    async with rt.gateway(tiny()) as g, g.session() as s, openai_agent(s) as agent:
+        asked = {"model": "m", "max_tokens": 3, "messages": [USER]}
+        unread = {"chat_template_kwargs": {"thinking_budget": 3}}
+        await agent.chat.completions.create(**asked, extra_body=unread)
+        assert s.notes.keys() == {"chat_template_kwargs.thinking_budget"}
+        for odd in ({"messages": []}, [1]):
+            with pytest.raises(openai.BadRequestError, match="chat_template_kwargs"):
+                await agent.chat.completions.create(
+                    **asked, extra_body={"chat_template_kwargs": odd}
+                )
+
+
+# -- an answer that continues the final message --------------------------------------------------
+
+
+def begun(text):
+    return {"role": "assistant", "content": text}
+
+
+CONTINUE = {"continue_final_message": True, "add_generation_prompt": False}
+
+
+@pytest.mark.parametrize("template", [None, THINKING, LEADING], ids=["made", "thinking", "leading"])
+async def test_an_answer_continues_the_final_message_by_ids(tiny, template):
+    client = tiny(template)
+    chat = {"model": "m", "max_tokens": 6, "extra_body": CONTINUE}
+    history = [USER]
+    async with rt.gateway(client) as g, g.session() as s, openai_agent(s) as agent:
+        for start in ("The sum", " is {", "12 "):
+            reply = await agent.chat.completions.create(
+                **chat, messages=[*history, begun(start)], seed=3
+            )
+            said = reply.choices[0].message.content
+            assert said
+            assert not said.startswith(start)
+            text = client.renderer.decode(s.trajectory[-1]["tokens"]["prompt_ids"])
+            assert text.endswith(start)
+            assert text.count("<|im_start|>assistant") == len(history) // 2 + 1
+            if template == THINKING:
+                assert text.endswith(f"</think>\n\n{start}")
+            whole = start + said
+            history = [*history, begun(whole), USER]
+        assert is_one_path(s)
+        assert s.changed_sampling == {}
+        streamed = await agent.chat.completions.create(
+            **chat, messages=[USER, begun("The sum")], seed=3, stream=True
+        )
+        parts = [chunk.choices[0].delta.content or "" async for chunk in streamed]
+        assert "".join(parts) == s.trajectory[0]["completion"][0]["content"]
+
+
+async def test_a_cut_answer_goes_on_from_its_own_tokens(tiny):
+    async with rt.gateway(tiny()) as g, g.session() as s, openai_agent(s) as agent:
+        first = await agent.chat.completions.create(model="m", max_tokens=3, messages=[USER])
+        assert first.choices[0].finish_reason == "length"
+        cut = begun(first.choices[0].message.content)
+        await agent.chat.completions.create(
+            model="m", max_tokens=3, messages=[USER, cut], extra_body=CONTINUE
+        )
+        tokens = [step["tokens"] for step in s.trajectory]
+        assert tokens[1]["prompt_ids"] == tokens[0]["prompt_ids"] + tokens[0]["completion_ids"]
+        assert is_one_path(s)
+
+
+async def test_prefill_in_anthropics_protocol(tiny):
+    client, history = tiny(), [USER]
+    async with rt.gateway(client) as g, g.session() as s, anthropic_agent(s) as agent:
+        for stream in (False, True):
+            asked = {**SHORT, "messages": [*history, begun('{"a": ')]}
+            if stream:
+                async with agent.messages.stream(**asked) as events:
+                    reply = await events.get_final_message()
+            else:
+                reply = await agent.messages.create(**asked)
+            (block,) = reply.content
+            assert not block.text.startswith("{")
+            text = client.renderer.decode(s.trajectory[-1]["tokens"]["prompt_ids"])
+            assert text.endswith('assistant\n{"a": ')
+            history = [*history, begun('{"a": ' + block.text), USER]
+        assert is_one_path(s)
+
+
+@pytest.mark.parametrize(
+    ("messages", "more", "said"),
+    [
+        ([USER], CONTINUE, "not an assistant's text"),
+        ([USER], {"add_generation_prompt": False}, "add_generation_prompt"),
+        ([USER, begun("a")], {**CONTINUE, "response_format": {"type": "json_object"}}, "form"),
+        ([USER, begun("a")], {"continue_final_message": "yes"}, "continue_final_message"),
+    ],
+)
+async def test_what_cannot_be_continued_is_refused(tiny, messages, more, said):
+    async with rt.gateway(tiny()) as g, g.session() as s, openai_agent(s) as agent:
+        with pytest.raises(openai.BadRequestError, match=said):
+            await agent.chat.completions.create(model="m", messages=messages, extra_body=more)
+
+
+async def test_a_begun_call_is_read_with_its_beginning(tiny):
+    """The prompt has the mark and the name, the answer the rest of the call."""
+    client = ScriptedClient(['{"a": 2, "b": 3}}\n</tool_call>'])
+    start = 'Let me add. <tool_call>\n{"name": "add", "arguments": '
+    async with rt.gateway(client) as g, g.session() as s, openai_agent(s) as agent:
+        reply = await agent.chat.completions.create(
+            model="m", messages=[USER, begun(start)], tools=[ADD], extra_body=CONTINUE
+        )
+    message = reply.choices[0].message
+    assert not message.content
+    assert message.tool_calls[0].function.arguments == '{"a": 2, "b": 3}'
+    assert reply.choices[0].finish_reason == "tool_calls"

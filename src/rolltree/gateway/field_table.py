@@ -126,9 +126,16 @@ _FIRST = (
     _row("changes", "only", "refused: every sample is a separate call", openai="best_of"),
     _row(
         "changes",
+        "passed",
+        "done where prompts are rendered here: the answer continues the final message; passed on "
+        "to a server that renders them itself",
+        chat="continue_final_message add_generation_prompt",
+    ),
+    _row(
+        "changes",
         "only",
-        "refused: answers are sampled from their start",
-        openai="continue_final_message",
+        "refused: a text is always continued where it ends",
+        text="continue_final_message",
     ),
     _row("changes", "only", "refused: an answer has only what was sampled", openai="echo"),
     _row(

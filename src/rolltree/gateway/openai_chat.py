@@ -111,8 +111,8 @@ def with_top_logprobs(
         return asked
     if not session.gives_top_logprobs:
         raise RequestError(
-            f"{name} = {number} cannot be obeyed: of a model behind a server {_ONE_OF_SAMPLED}; the "
-            "embedded engine gives others, too. Leave it out.",
+            f"{name} = {number} cannot be obeyed: of a model behind a server {_ONE_OF_SAMPLED}; "
+            "the embedded engine gives others, too. Leave it out.",
             param=name,
         )
     return replace(asked, extra={**asked.extra, "top_logprobs": number})

@@ -452,9 +452,10 @@ class GatewaySession:
         if isinstance(call.prompt, np.ndarray):
             return len(call.prompt)
         # In a separate session, since counting must not change what later prompts continue.
-        prompt = TokenSession(renderer).prepare(
-            call.prompt, call.tools or None, message_type=call.message_type
+        asked = ModelCall(
+            call.prompt, call.sampling, tools=call.tools or None, message_type=call.message_type
         )
+        prompt, _ = TokenSession(renderer).prepare_call(asked)
         return len(prompt.ids)
 
     def _step_of(self, answer_id: str) -> int:

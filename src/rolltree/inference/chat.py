@@ -7,9 +7,13 @@ template does not allow that, the whole prompt is rendered again (`Continuation.
 
 from __future__ import annotations
 
+import copy
+import json
 import logging
+import secrets
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -20,7 +24,7 @@ from rolltree.inference.formats.rows import ReasoningFormat, ToolFormat, tool_fo
 from rolltree.inference.glue import PROBE, Glue, GlueError
 from rolltree.inference.template import ChatTemplate, TemplateError
 from rolltree.inference.vocabulary import BOUNDARY, Tokenizer, Vocabulary
-from rolltree.values.errors import ConfigError, did_you_mean
+from rolltree.values.errors import ConfigError, UnsupportedSetting, did_you_mean
 from rolltree.values.types import ChatMessage, FinishReason, IntArray, SamplingParams, ToolSchema
 
 if TYPE_CHECKING:
@@ -28,6 +32,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("rolltree.inference")
 History = Literal["keep", "template"]
+_END_OF_BEGUN = f"Qz{secrets.token_hex(6)}Pq"
+"""Stands after the text that an answer continues; random, so that no message contains it."""
+_REMEMBERED = 16
+"""How many sets of further names for the template are kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +102,17 @@ class ChatRenderer:
                 f"unknown history mode {history!r}." + did_you_mean(history, ("keep", "template"))
             )
         self.history: History = history
+        self._arguments: dict[str, Any] = {
+            "template": template,
+            "history": history,
+            "variables": variables or {},
+            "tool_parser": tool_parser,
+            "reasoning": reasoning,
+            "end_ids": end_ids,
+            "control_in_messages": control_in_messages,
+        }
+        self._others: dict[str, ChatRenderer] = {}
+        self._asked_names: tuple[str, ...] = ()
         self.control_in_messages = control_in_messages
         self.tokenizer = tokenizer
         self.vocabulary = Vocabulary(tokenizer)
@@ -130,6 +149,24 @@ class ChatRenderer:
                 "the chat template has reasoning, but marks that no format knows: reasoning stays "
                 "in the content. Name it with reasoning=, or give a ReasoningFormat (docs/tools.md)"
             )
+
+    def with_variables(self, variables: Mapping[str, Any]) -> ChatRenderer:
+        """Return a renderer with further names for the template; the same one if there are none.
+
+        Raises:
+            TemplateError: the template fails with them.
+        """
+        if not variables:
+            return self
+        key = json.dumps(variables, sort_keys=True, default=repr)
+        if key not in self._others:
+            if len(self._others) >= _REMEMBERED:
+                self._others.pop(next(iter(self._others)), None)
+            names = {**self._arguments["variables"], **variables}
+            arguments = {**self._arguments, "variables": names}
+            made = self._others[key] = type(self)(self.tokenizer, **arguments)
+            made._asked_names = tuple(variables)
+        return self._others[key]
 
     def _variant(self, tools: Sequence[ToolSchema] | None) -> Glue:
         """Return the template for a call with or without tools.
@@ -177,7 +214,25 @@ class ChatRenderer:
         self, messages: Sequence[ChatMessage], tools: Sequence[ToolSchema] | None = None
     ) -> dict[str, str]:
         """Return what of a conversation its prompt shows in another way than asked, by its name."""
-        return self._variant(tools).template.notes(messages, tools)
+        template = self._variant(tools).template
+        unread = [name for name in self._asked_names if name not in template.source]
+        why = "the chat template reads no such name"
+        named = {f"chat_template_kwargs.{name}": why for name in unread}
+        return {**template.notes(messages, tools), **named}
+
+    def begun_text(
+        self, messages: Sequence[ChatMessage], tools: Sequence[ToolSchema] | None = None
+    ) -> str:
+        """Return the text of a prompt that ends with the final message, inside its turn.
+
+        Raises:
+            TemplateError: the template rejects these messages, or does not show the final one.
+            UnsupportedSetting: the final message is not an assistant's text.
+        """
+        text = self._variant(tools).template.render_history(
+            self._as_text(_begun(messages)), tools, add_generation_prompt=False
+        )
+        return _until_mark(text)
 
     def _as_text(self, messages: Sequence[ChatMessage]) -> Sequence[ChatMessage]:
         """Return the messages changed so that control tokens in them are encoded as text."""
@@ -230,25 +285,35 @@ class ChatRenderer:
         messages: Sequence[ChatMessage],
         num_old: int,
         tools: Sequence[ToolSchema] | None = None,
+        *,
+        continues: bool = False,
     ) -> Continuation:
         """Return how the prompt for `messages` continues an earlier call.
 
         `previous_ids` are that call's prompt and completion, int32 `[_T]`; `messages[:num_old]`
         ends with the assistant message that it returned. A turn that was cut short (no end token as
         its last id) is closed first: the closing token is context, never a sampled token. Cost is
-        O(new tokens) with `history="keep"`.
+        O(new tokens) with `history="keep"`. With `continues` the prompt ends with the last message.
         """
+        asked = messages
+        if continues:
+            messages = _begun(messages)
         # The assistant's message is not rendered again: its ids are those that were sampled.
         assistant, new = messages[num_old - 1], self._as_text(messages[num_old:])
         variant = self._variant(tools)
         try:
             last_id = int(previous_ids[-1]) if len(previous_ids) else None
-            ids, text = variant.suffix(last_id, assistant, new, tools, messages[: num_old - 1])
+            before = messages[: num_old - 1]
+            ids, text = variant.suffix(last_id, assistant, new, tools, before, opener=not continues)
         # Rare; with history="keep", only this case costs O(history).
         except GlueError as error:
-            return Continuation(None, self.render(messages, tools), str(error))
+            whole = self.begun_text(asked, tools) if continues else self.text(messages, tools)
+            return Continuation(None, self.vocabulary.encode_start(whole), str(error))
+        if continues:
+            text = _until_mark(text)
+            ids = self.vocabulary.encode(text)
         if self.history == "template":
-            whole = variant.template.render_history(self._as_text(messages), tools)
+            whole = self.begun_text(asked, tools) if continues else self.text(messages, tools)
             # Compared as text, to see whether the template still shows the history unchanged.
             kept = self.vocabulary.decode(previous_ids)
             shown, now = whole.replace(BOUNDARY, ""), kept + text.replace(BOUNDARY, "")
@@ -292,23 +357,45 @@ class ChatRenderer:
         finish_reason: FinishReason = FinishReason.STOP,
         tools: Sequence[ToolSchema] | None = None,
         ids: Sequence[int] | IntArray | None = None,
+        begun: str = "",
     ) -> ParsedCompletion:
         """Read an answer's text (no end token) as an assistant message.
 
-        With the sampled `ids` a mark that the model spelled in letters is told from the token.
+        With the sampled `ids` a mark that the model spelled in letters is told from the token. The
+        message has only what comes after `begun`, the part of the answer that the prompt has.
         """
+        if begun:
+            whole = begun + text
+            if ids is not None:
+                ids = [*self.vocabulary.encode(begun).tolist(), *ids]
+            places = None if ids is None else self._parser.places(whole, ids, self.decode)
+            parsed = self._begun_parser.parse(whole, finish_reason, tools, places)
+            content = str(parsed.message["content"])
+            rest = content.removeprefix(begun) if not begun.startswith(content) else ""
+            return replace(parsed, message={**parsed.message, "content": rest}, text=text)
         places = None if ids is None else self._parser.places(text, ids, self.decode)
         return self._parser.parse(text, finish_reason, tools, places)
 
+    @cached_property
+    def _begun_parser(self) -> CompletionParser:
+        """The parser of answers that the prompt begins: its reasoning is closed."""
+        parser = copy.copy(self._parser)
+        parser.starts_inside = False
+        return parser
+
     def reading(
-        self, tools: Sequence[ToolSchema] | None, places: set[int] | None = None
+        self,
+        tools: Sequence[ToolSchema] | None,
+        places: set[int] | None = None,
+        *,
+        is_begun: bool = False,
     ) -> Reading:
         """Return the state of an answer that is read while it is written.
 
         `places` says where mark tokens begin in its text, and grows with it; None if the ids are
-        not known.
+        not known. `is_begun`: the prompt has the beginning of the answer, and so of its text.
         """
-        return self._parser.reading(tools, places)
+        return (self._begun_parser if is_begun else self._parser).reading(tools, places)
 
     @property
     def mark_tokens(self) -> Mapping[int, str]:
@@ -336,6 +423,28 @@ class ChatRenderer:
     def decode(self, ids: Sequence[int] | IntArray) -> str:
         """Return the text of `ids`, special tokens spelled out."""
         return self.vocabulary.decode(ids)
+
+
+def _begun(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
+    """Return the messages with a mark at the end of the final one."""
+    last = messages[-1] if messages else {}
+    content = last.get("content")
+    if last.get("role") != "assistant" or last.get("tool_calls") or not isinstance(content, str):
+        raise UnsupportedSetting(
+            "continue_final_message is set, and the final message is not an assistant's text, "
+            "which an answer could continue. End with one, or leave the field out."
+        )
+    return [*messages[:-1], {**last, "content": content + _END_OF_BEGUN}]
+
+
+def _until_mark(text: str) -> str:
+    shown, found, _ = text.rpartition(_END_OF_BEGUN)
+    if not found:
+        raise TemplateError(
+            "the chat template does not show the final message of an assistant, so an answer "
+            "cannot continue it. End with a user's message."
+        )
+    return shown
 
 
 def _sources(tokenizer: Tokenizer, template: str | Mapping[str, str] | None) -> dict[str, str]:

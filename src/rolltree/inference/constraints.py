@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from reprlib import repr as shown
 from typing import TYPE_CHECKING, Any
@@ -135,7 +135,7 @@ def _quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-_KINDS: Mapping[str, Any] = {
+_KINDS: Mapping[str, Callable[[str, Any, Mapping[str, Any]], Grammar]] = {
     "json": _json,
     "json_object": _json_object,
     "regex": _regex,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from rolltree.values.errors import ConfigError, UnsupportedSetting, did_you_mean
@@ -51,7 +52,8 @@ FIELDS: Mapping[str, RequestField] = {
     **_rows("answer", "chat_template_kwargs", {}),
     **_rows("answer", "modalities", ["text"]),
     **_rows("answer", "suffix", ""),
-    **_rows("answer", "add_generation_prompt chat_template documents kv_transfer_params"),
+    **_rows("answer", "add_generation_prompt", True),
+    **_rows("answer", "chat_template documents kv_transfer_params"),
     **_rows("answer", "prompt_logprobs return_routed_experts truncate_prompt_tokens"),
     **_rows("hint", "parallel_tool_calls", True),
     **_rows("answer", "audio"),
@@ -70,6 +72,60 @@ CONSTRAINTS = (
     *("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
 )
 """The fields that ask for a form of the answer; so does `tool_choice`."""
+
+
+class Rendering(NamedTuple):
+    """How a call's prompt is rendered: names for the template, and whether it ends in an answer.
+
+    With `continues` the last message is the beginning of the answer, which goes on from there.
+    """
+
+    variables: Mapping[str, Any] = {}
+    continues: bool = False
+
+
+PLAIN = Rendering()
+RENDERING = ("chat_template_kwargs", "add_generation_prompt", "continue_final_message")
+"""The fields that say how a chat's prompt is rendered."""
+_OWN_NAMES = {
+    *("messages", "tools", "documents", "add_generation_prompt", "continue_final_message"),
+    *("chat_template", "tokenize"),
+}
+
+
+def split_rendering(sampling: SamplingParams) -> tuple[Rendering, SamplingParams]:
+    """Return how the prompt is to be rendered, and the settings that are left for the engine.
+
+    Raises:
+        UnsupportedSetting: a value cannot be followed.
+    """
+    extra = sampling.extra
+    body = extra.get("extra_body") or {} if extra else {}
+    if not extra or not any(name in extra or name in body for name in RENDERING):
+        return PLAIN, sampling
+    asked = {name: body.get(name, extra.get(name)) for name in RENDERING}
+    variables = asked["chat_template_kwargs"] or {}
+    if not isinstance(variables, Mapping) or not all(isinstance(name, str) for name in variables):
+        raise UnsupportedSetting("chat_template_kwargs is not an object of names and values.")
+    if own := variables.keys() & _OWN_NAMES:
+        raise UnsupportedSetting(
+            f"chat_template_kwargs has {', '.join(sorted(own))}, which the request itself decides. "
+            "Leave it out."
+        )
+    opens, continues = (asked[name] for name in RENDERING[1:])
+    for name in RENDERING[1:]:
+        if asked[name] not in (None, True, False):
+            raise UnsupportedSetting(f"{name} = {asked[name]!r} is neither true nor false.")
+    if (opens is True and continues) or (opens is False and not continues):
+        raise UnsupportedSetting(
+            f"add_generation_prompt = {opens} with continue_final_message = {bool(continues)}: an "
+            "answer begins either after the opening of its turn, or after the final message. Send "
+            "add_generation_prompt: false with continue_final_message: true, or neither."
+        )
+    left = {name: value for name, value in extra.items() if name not in RENDERING}
+    if body:
+        left["extra_body"] = {n: value for n, value in body.items() if n not in RENDERING}
+    return Rendering(variables, bool(continues)), replace(sampling, extra=left)
 
 
 def is_form(name: str, value: Any) -> bool:

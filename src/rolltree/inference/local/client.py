@@ -72,20 +72,19 @@ class LocalClient(RootClient[TokenSession]):
         else:
             # A tokenizer takes a minute for megabytes, and meanwhile nothing else runs.
             self.renderer.vocabulary.check_size(num_characters(call.prompt), self.max_context)
-            prompt = memory.prepare(
-                call.prompt, call.tools, message_type=call.message_type, model=call.model
-            )
+            prompt, call = memory.prepare_call(call)
+        renderer = memory.renderer_of(prompt)
         on_token = None
         if call.on_delta is not None:
             from rolltree.inference.deltas import TokenListener
 
-            on_token = TokenListener(self.renderer, call).put
+            on_token = TokenListener(renderer, call, prompt.begun).put
         sampling = call.sampling
         if asks_for_form(sampling.extra) and self.engine.takes_grammars:
             from rolltree.inference.constraints import constrained
 
-            renderer = self.renderer if call.message_type == "chat" else None
-            sampling = constrained(sampling, renderer, call.tools)
+            is_chat = isinstance(prompt.messages, list)
+            sampling = constrained(sampling, renderer if is_chat else None, call.tools)
             # Compiling takes a second at worst, and meanwhile nothing else would run.
             await asyncio.to_thread(self.engine.prepare, sampling)
         request = GenerateRequest(prompt.ids, sampling, call.model)

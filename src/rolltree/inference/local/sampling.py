@@ -122,8 +122,8 @@ def sample(
         ids = torch.where(greedy, likeliest, _invert(blocks, sums, uniforms, likeliest))
     # From the weights that were drawn from, since a log-softmax would differ in the last bits.
     logprobs = (weights.gather(-1, ids[:, None])[:, 0] / sums.sum(-1)).log()
-    rows = list(top_rows)
-    top = _top(weights[rows], sums[rows].sum(-1), num_top) if rows else None
+    asking = list(top_rows)
+    top = _top(weights[asking], sums[asking].sum(-1), num_top) if asking else None
     if raw is None:
         return SampledTokens(ids, logprobs, logprobs, top, top)
     # By the same operations as for rows whose logits were not changed.
@@ -131,7 +131,7 @@ def sample(
     raw_weights = raw.sub_(largest[:, None]).exp()
     total = _blocks(raw_weights).sum(-1).sum(-1)
     own = raw.gather(-1, ids[:, None])[:, 0] - total.log()
-    raw_top = _top(raw_weights[rows], total[rows], num_top) if rows else None
+    raw_top = _top(raw_weights[asking], total[asking], num_top) if asking else None
     return SampledTokens(ids, logprobs, torch.where(changed, own, logprobs), top, raw_top)
 
 
