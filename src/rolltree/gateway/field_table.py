@@ -94,8 +94,8 @@ _FIRST = (
     _row(
         "changes",
         "read",
-        "`auto` and `none` are done; a call that is required or named is done by engines that can "
-        "constrain what they sample, and refused by the others",
+        "`auto` and `none` are done; a call that is required or named is done by the embedded "
+        "engine (with the extra `constrained`) and by servers that can, and refused by the others",
         chat="tool_choice",
         responses="tool_choice",
         messages="tool_choice tool_choice.type tool_choice.name",
@@ -133,6 +133,20 @@ _FIRST = (
     ),
     _row(
         "changes",
+        "passed",
+        "done where prompts are rendered here: names that the chat template reads, such as "
+        "`enable_thinking`; passed on to a server that renders them itself",
+        chat="chat_template_kwargs",
+    ),
+    _row(
+        "changes",
+        "only",
+        "refused: a text is continued as it is",
+        {},
+        text="chat_template_kwargs",
+    ),
+    _row(
+        "changes",
         "only",
         "refused: a text is always continued where it ends",
         text="continue_final_message",
@@ -162,7 +176,7 @@ _FIRST = (
         chat="functions function_call",
     ),
     _row(
-        "no effect",
+        "changes",
         "read",
         "the likeliest tokens at each place, by the embedded engine; refused where a server gives "
         "only what was sampled",
@@ -384,7 +398,8 @@ ROWS: tuple[Row, ...] = (
     _row(
         "changes",
         "read",
-        "done by engines that can constrain what they sample, and refused by the others",
+        "done by the embedded engine (with the extra `constrained`) and by servers that can, and "
+        "refused by the others",
         responses="text.format",
         messages="output_config.format output_format",
     ),
