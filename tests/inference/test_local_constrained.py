@@ -35,7 +35,7 @@ SCHEMA = {
 ADD = {"type": "function", "function": {"name": "add", "parameters": SCHEMA}}
 SUB = {"type": "function", "function": {"name": "sub", "parameters": {"type": "object"}}}
 ASK = [{"role": "user", "content": "7 + 5?"}]
-# Random weights write white space for ever.
+# Random weights write white space forever.
 COMPACT = {"disable_any_whitespace": True}
 
 
@@ -98,7 +98,7 @@ async def test_reasoning_may_come_before_the_form_and_is_free(tiny):
         "'<|im_start|>assistant\\n'", "'<|im_start|>assistant\\n<think>\\n'"
     )
     renderer = ChatRenderer(tokenizer, template)
-    assert renderer.starts_inside
+    assert renderer.parser.starts_inside
     client = local_client(model, tokenizer, renderer=renderer)
     end = tokenizer.convert_tokens_to_ids("</think>")
     try:

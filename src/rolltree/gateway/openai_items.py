@@ -366,7 +366,7 @@ def text_logprobs(answer: AgentAnswer, options: Mapping[str, Any]) -> dict[str, 
     listed = ids.tolist()
     entries = list(zip_longest(listed, values.tolist(), answer.top[: len(listed)], fillvalue=()))
     ends = list(accumulate(len(spell(token)) for token in listed))
-    # Tokens of reasoning, marks and the end are sampled, too, but are no text.
+    # Tokens of reasoning, marks and the end are sampled, too, and are not part of the text.
     start = "".join(map(spell, listed)).rfind(answer.text)
     if start >= 0:
         stop = start + len(answer.text)

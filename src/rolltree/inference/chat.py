@@ -7,13 +7,9 @@ template does not allow that, the whole prompt is rendered again (`Continuation.
 
 from __future__ import annotations
 
-import copy
-import json
 import logging
-import secrets
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -24,7 +20,7 @@ from rolltree.inference.formats.rows import ReasoningFormat, ToolFormat, tool_fo
 from rolltree.inference.glue import PROBE, Glue, GlueError
 from rolltree.inference.template import ChatTemplate, TemplateError
 from rolltree.inference.vocabulary import BOUNDARY, Tokenizer, Vocabulary
-from rolltree.values.errors import ConfigError, UnsupportedSetting, did_you_mean
+from rolltree.values.errors import ConfigError, did_you_mean
 from rolltree.values.types import ChatMessage, FinishReason, IntArray, SamplingParams, ToolSchema
 
 if TYPE_CHECKING:
@@ -32,10 +28,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("rolltree.inference")
 History = Literal["keep", "template"]
-_END_OF_BEGUN = f"Qz{secrets.token_hex(6)}Pq"
-"""Stands after the text that an answer continues; random, so that no message contains it."""
-_REMEMBERED = 16
-"""How many sets of further names for the template are kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,22 +89,16 @@ class ChatRenderer:
         end_ids: Sequence[int] = (),
         control_in_messages: bool = False,
     ) -> None:
+        arguments = {k: v for k, v in locals().items() if k not in ("self", "tokenizer")}
         if history not in ("keep", "template"):
             raise ConfigError(
                 f"unknown history mode {history!r}." + did_you_mean(history, ("keep", "template"))
             )
         self.history: History = history
-        self._arguments: dict[str, Any] = {
-            "template": template,
-            "history": history,
-            "variables": variables or {},
-            "tool_parser": tool_parser,
-            "reasoning": reasoning,
-            "end_ids": end_ids,
-            "control_in_messages": control_in_messages,
-        }
+        self._arguments = arguments
         self._others: dict[str, ChatRenderer] = {}
-        self._asked_names: tuple[str, ...] = ()
+        self.asked_names: tuple[str, ...] = ()
+        """Names of `chat_template_kwargs`; see `with_variables`."""
         self.control_in_messages = control_in_messages
         self.tokenizer = tokenizer
         self.vocabulary = Vocabulary(tokenizer)
@@ -158,15 +144,9 @@ class ChatRenderer:
         """
         if not variables:
             return self
-        key = json.dumps(variables, sort_keys=True, default=repr)
-        if key not in self._others:
-            if len(self._others) >= _REMEMBERED:
-                self._others.pop(next(iter(self._others)), None)
-            names = {**self._arguments["variables"], **variables}
-            arguments = {**self._arguments, "variables": names}
-            made = self._others[key] = type(self)(self.tokenizer, **arguments)
-            made._asked_names = tuple(variables)
-        return self._others[key]
+        from rolltree.inference.rendering import other_renderer
+
+        return other_renderer(self, self._arguments, self._others, variables)
 
     def _variant(self, tools: Sequence[ToolSchema] | None) -> Glue:
         """Return the template for a call with or without tools.
@@ -215,10 +195,10 @@ class ChatRenderer:
     ) -> dict[str, str]:
         """Return what of a conversation its prompt shows in another way than asked, by its name."""
         template = self._variant(tools).template
-        unread = [name for name in self._asked_names if name not in template.source]
+        unread = [name for name in self.asked_names if name not in template.source]
         why = "the chat template reads no such name"
-        named = {f"chat_template_kwargs.{name}": why for name in unread}
-        return {**template.notes(messages, tools), **named}
+        shown = template.notes(messages, tools)
+        return shown | {f"chat_template_kwargs.{name}": why for name in unread}
 
     def begun_text(
         self, messages: Sequence[ChatMessage], tools: Sequence[ToolSchema] | None = None
@@ -229,10 +209,9 @@ class ChatRenderer:
             TemplateError: the template rejects these messages, or does not show the final one.
             UnsupportedSetting: the final message is not an assistant's text.
         """
-        text = self._variant(tools).template.render_history(
-            self._as_text(_begun(messages)), tools, add_generation_prompt=False
-        )
-        return _until_mark(text)
+        from rolltree.inference.rendering import begun, until_mark
+
+        return until_mark(self.text(begun(messages), tools, add_generation_prompt=False))
 
     def _as_text(self, messages: Sequence[ChatMessage]) -> Sequence[ChatMessage]:
         """Return the messages changed so that control tokens in them are encoded as text."""
@@ -254,19 +233,9 @@ class ChatRenderer:
         return self._parser.tool_parser, self._parser.reasoning
 
     @property
-    def reasoning_format(self) -> ReasoningFormat:
-        """The format of reasoning that answers are read in."""
-        return self._parser.thoughts
-
-    @property
-    def starts_inside(self) -> bool:
-        """Whether the prompt opens the reasoning, so that an answer has only its end."""
-        return self._parser.starts_inside
-
-    @property
-    def opening(self) -> str:
-        """A short prompt's text, up to where an answer begins."""
-        return self._parser.start
+    def parser(self) -> CompletionParser:
+        """What reads answers."""
+        return self._parser
 
     def shows_tools(self, tools: Sequence[ToolSchema]) -> bool:
         """Whether the template names any of the tools in a prompt; True if it rejects the probe."""
@@ -297,7 +266,9 @@ class ChatRenderer:
         """
         asked = messages
         if continues:
-            messages = _begun(messages)
+            from rolltree.inference.rendering import begun, until_mark
+
+            messages = begun(messages)
         # The assistant's message is not rendered again: its ids are those that were sampled.
         assistant, new = messages[num_old - 1], self._as_text(messages[num_old:])
         variant = self._variant(tools)
@@ -310,7 +281,7 @@ class ChatRenderer:
             whole = self.begun_text(asked, tools) if continues else self.text(messages, tools)
             return Continuation(None, self.vocabulary.encode_start(whole), str(error))
         if continues:
-            text = _until_mark(text)
+            text = until_mark(text)
             ids = self.vocabulary.encode(text)
         if self.history == "template":
             whole = self.begun_text(asked, tools) if continues else self.text(messages, tools)
@@ -365,23 +336,11 @@ class ChatRenderer:
         message has only what comes after `begun`, the part of the answer that the prompt has.
         """
         if begun:
-            whole = begun + text
-            if ids is not None:
-                ids = [*self.vocabulary.encode(begun).tolist(), *ids]
-            places = None if ids is None else self._parser.places(whole, ids, self.decode)
-            parsed = self._begun_parser.parse(whole, finish_reason, tools, places)
-            content = str(parsed.message["content"])
-            rest = content.removeprefix(begun) if not begun.startswith(content) else ""
-            return replace(parsed, message={**parsed.message, "content": rest}, text=text)
+            from rolltree.inference.rendering import parse_begun
+
+            return parse_begun(self, begun, text, finish_reason, tools, ids)
         places = None if ids is None else self._parser.places(text, ids, self.decode)
         return self._parser.parse(text, finish_reason, tools, places)
-
-    @cached_property
-    def _begun_parser(self) -> CompletionParser:
-        """The parser of answers that the prompt begins: its reasoning is closed."""
-        parser = copy.copy(self._parser)
-        parser.starts_inside = False
-        return parser
 
     def reading(
         self,
@@ -395,7 +354,8 @@ class ChatRenderer:
         `places` says where mark tokens begin in its text, and grows with it; None if the ids are
         not known. `is_begun`: the prompt has the beginning of the answer, and so of its text.
         """
-        return (self._begun_parser if is_begun else self._parser).reading(tools, places)
+        parser = self._parser.after_reasoning() if is_begun else self._parser
+        return parser.reading(tools, places)
 
     @property
     def mark_tokens(self) -> Mapping[int, str]:
@@ -423,28 +383,6 @@ class ChatRenderer:
     def decode(self, ids: Sequence[int] | IntArray) -> str:
         """Return the text of `ids`, special tokens spelled out."""
         return self.vocabulary.decode(ids)
-
-
-def _begun(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
-    """Return the messages with a mark at the end of the final one."""
-    last = messages[-1] if messages else {}
-    content = last.get("content")
-    if last.get("role") != "assistant" or last.get("tool_calls") or not isinstance(content, str):
-        raise UnsupportedSetting(
-            "continue_final_message is set, and the final message is not an assistant's text, "
-            "which an answer could continue. End with one, or leave the field out."
-        )
-    return [*messages[:-1], {**last, "content": content + _END_OF_BEGUN}]
-
-
-def _until_mark(text: str) -> str:
-    shown, found, _ = text.rpartition(_END_OF_BEGUN)
-    if not found:
-        raise TemplateError(
-            "the chat template does not show the final message of an assistant, so an answer "
-            "cannot continue it. End with a user's message."
-        )
-    return shown
 
 
 def _sources(tokenizer: Tokenizer, template: str | Mapping[str, str] | None) -> dict[str, str]:

@@ -86,7 +86,7 @@ def _json(name: str, schema: Any, options: Mapping[str, Any]) -> Grammar:
         try:
             schema = json.loads(schema)
         except ValueError as error:
-            raise _unusable(name, f"is no JSON ({error})") from error
+            raise _unusable(name, f"is not JSON ({error})") from error
     if schema is True:
         schema = {}
     if not isinstance(schema, Mapping):
@@ -111,7 +111,7 @@ def _json_object(name: str, value: Any, options: Mapping[str, Any]) -> Grammar:
 def _regex(name: str, value: Any, options: Mapping[str, Any]) -> Grammar:
     pattern = _text(name, value)
     # A slash ends a pattern of Lark.
-    escaped = re.sub(r"(\\.)|/", lambda found: found[1] or r"\/", pattern, flags=re.DOTALL)
+    escaped = re.sub(r"(\\.)|/", lambda match: match[1] or r"\/", pattern, flags=re.DOTALL)
     return {"lark_grammar": "start: /" + escaped.replace("\n", r"\n") + "/"}
 
 
@@ -226,7 +226,7 @@ def _chat(
     forced: _Forced | None,
     parallel: bool,
 ) -> list[Grammar]:
-    """Return the grammars of a chat's answer, of which the first refers to the others."""
+    """Return the grammars of a chat's answer; the first refers to the others."""
     if answer is None and forced is None:
         return []
     literal = _Literals(renderer)
@@ -264,7 +264,7 @@ class _Literals:
 
 def _reasoning(renderer: ChatRenderer, literal: _Literals) -> list[str]:
     """Return the rule for what may precede an answer: reasoning, or only its end."""
-    row, (calls, name) = renderer.reasoning_format, renderer.formats
+    row, (calls, name) = renderer.parser.thoughts, renderer.formats
     if "harmony" in (calls, name) or name == "response_template":
         raise _unusable(
             "the form of an answer",
@@ -272,7 +272,7 @@ def _reasoning(renderer: ChatRenderer, literal: _Literals) -> list[str]:
             "channels. Use a server that does it (vLLM)",
         )
     # A prompt that shows the end of the reasoning leaves none to the answer.
-    if not row.end or (not renderer.starts_inside and row.end in renderer.opening):
+    if not row.end or (not renderer.parser.starts_inside and row.end in renderer.parser.start):
         return ['thinking: ""']
     end = literal(row.end)
     if end.startswith("<["):
@@ -281,7 +281,7 @@ def _reasoning(renderer: ChatRenderer, literal: _Literals) -> list[str]:
         pattern = re.sub(r"([^\w\s])", r"\\\1", row.end)
         body = [f"reasoning[lazy]: /(?s:.*){pattern}/"]
     begin = "reasoning SPACE"
-    if not renderer.starts_inside:
+    if not renderer.parser.starts_inside:
         begin = f"({literal(row.start)} {begin})?"
     return [f"thinking: {begin}", r"SPACE: /\n{0,2}/", *body]
 
@@ -359,7 +359,7 @@ def _learned(renderer: ChatRenderer) -> CallForm | None:
     if one is None or pieces is None:
         return None
     head, between, tail = pieces
-    row = renderer.reasoning_format
+    row = renderer.parser.thoughts
     if row.end and row.end in head:
         head = head.rpartition(row.end)[2]
     head = head.lstrip()
@@ -393,8 +393,8 @@ def _turn(renderer: ChatRenderer, tools: list[ToolSchema], number: int) -> str |
         whole = renderer.text([*_USER, said], tools, add_generation_prompt=False)
     except TemplateError:
         return None
-    if renderer.starts_inside and not whole.startswith(opened):
-        opened = opened[: opened.rindex(renderer.reasoning_format.start)]
+    if renderer.parser.starts_inside and not whole.startswith(opened):
+        opened = opened[: opened.rindex(renderer.parser.thoughts.start)]
     if not whole.startswith(opened):
         return None
     turn = whole[len(opened) :]
@@ -420,8 +420,8 @@ def _pieces(turn: str, number: int) -> tuple[str, ...] | None:
 
 def _reads(renderer: ChatRenderer, tools: list[ToolSchema], text: str, number: int) -> bool:
     """Whether an answer's text is read as so many calls of the probes, and nothing else."""
-    if renderer.starts_inside:
-        text = f"{renderer.reasoning_format.end}\n{text}"
+    if renderer.parser.starts_inside:
+        text = f"{renderer.parser.thoughts.end}\n{text}"
     message = renderer.parse_text(text, tools=tools).message
     calls = message.get("tool_calls") or ()
     named = [call["function"]["name"] for call in calls]

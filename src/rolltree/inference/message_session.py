@@ -8,7 +8,6 @@ begin with that call's ids.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from itertools import chain
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import numpy as np
@@ -16,7 +15,6 @@ import numpy as np
 from rolltree._helpers.untrusted import read_json
 from rolltree.inference.call import Answer, CallTree, ModelCall, record_of
 from rolltree.inference.message_index import MessageIndex
-from rolltree.inference.other_forms import other_forms, reminders
 from rolltree.inference.parse import read_answer
 from rolltree.inference.request_fields import outgoing
 from rolltree.inference.session import check_message_type
@@ -149,19 +147,23 @@ class MessageSession:
 
         With the outcome it returns notes on that form.
         """
-        first: ServerError | None = None
-        # Other forms are made only if the first one is refused.
-        for form in chain((None,), other_forms(content.get("messages") or ())):
-            sent = content if form is None else {**content, "messages": form}
+        try:
+            return await ask(content, call.message_type, call, self), {}
+        except ServerError as error:
+            # The statuses with which servers pass on that a template refused the messages.
+            if error.status not in (400, 422):
+                raise
+            first = error
+        from rolltree.inference.other_forms import other_forms, reminders
+
+        messages = content.get("messages") or ()
+        for form in other_forms(messages):
             try:
-                outcome = await ask(sent, call.message_type, call, self)
-                return outcome, {} if form is None else reminders(content["messages"], form)
+                sent = {**content, "messages": form}
+                return await ask(sent, call.message_type, call, self), reminders(messages, form)
             except ServerError as error:
-                # The statuses with which servers pass on that a template refused the messages.
                 if error.status not in (400, 422):
                     raise
-                first = first or error
-        assert first is not None
         raise first
 
     def complete(self, call: ModelCall, answer: Answer) -> ModelResponse:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 from rolltree.values.errors import ConfigError, UnsupportedSetting, did_you_mean
@@ -87,10 +86,6 @@ class Rendering(NamedTuple):
 PLAIN = Rendering()
 RENDERING = ("chat_template_kwargs", "add_generation_prompt", "continue_final_message")
 """The fields that say how a chat's prompt is rendered."""
-_OWN_NAMES = {
-    *("messages", "tools", "documents", "add_generation_prompt", "continue_final_message"),
-    *("chat_template", "tokenize"),
-}
 
 
 def split_rendering(sampling: SamplingParams) -> tuple[Rendering, SamplingParams]:
@@ -103,29 +98,9 @@ def split_rendering(sampling: SamplingParams) -> tuple[Rendering, SamplingParams
     body = extra.get("extra_body") or {} if extra else {}
     if not extra or not any(name in extra or name in body for name in RENDERING):
         return PLAIN, sampling
-    asked = {name: body.get(name, extra.get(name)) for name in RENDERING}
-    variables = asked["chat_template_kwargs"] or {}
-    if not isinstance(variables, Mapping) or not all(isinstance(name, str) for name in variables):
-        raise UnsupportedSetting("chat_template_kwargs is not an object of names and values.")
-    if own := variables.keys() & _OWN_NAMES:
-        raise UnsupportedSetting(
-            f"chat_template_kwargs has {', '.join(sorted(own))}, which the request itself decides. "
-            "Leave it out."
-        )
-    opens, continues = (asked[name] for name in RENDERING[1:])
-    for name in RENDERING[1:]:
-        if asked[name] not in (None, True, False):
-            raise UnsupportedSetting(f"{name} = {asked[name]!r} is neither true nor false.")
-    if (opens is True and continues) or (opens is False and not continues):
-        raise UnsupportedSetting(
-            f"add_generation_prompt = {opens} with continue_final_message = {bool(continues)}: an "
-            "answer begins either after the opening of its turn, or after the final message. Send "
-            "add_generation_prompt: false with continue_final_message: true, or neither."
-        )
-    left = {name: value for name, value in extra.items() if name not in RENDERING}
-    if body:
-        left["extra_body"] = {n: value for n, value in body.items() if n not in RENDERING}
-    return Rendering(variables, bool(continues)), replace(sampling, extra=left)
+    from rolltree.inference.rendering import split
+
+    return split(sampling)
 
 
 def is_form(name: str, value: Any) -> bool:

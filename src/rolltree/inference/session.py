@@ -16,9 +16,9 @@ import numpy as np
 from rolltree.inference.call import Answer, CallTree, record_of
 from rolltree.inference.chat import ChatRenderer
 from rolltree.inference.message_index import MessageIndex
-from rolltree.inference.request_fields import PLAIN, Rendering, asks_for_form, split_rendering
+from rolltree.inference.request_fields import PLAIN, Rendering, split_rendering
 from rolltree.tokens.buffers import as_ids
-from rolltree.values.errors import ConfigError, UnsupportedSetting
+from rolltree.values.errors import ConfigError
 from rolltree.values.types import (
     IntArray,
     Messages,
@@ -75,17 +75,12 @@ class TokenSession:
         """
         assert not isinstance(call.prompt, np.ndarray)
         rendering, sampling = split_rendering(call.sampling)
-        kind = call.message_type
-        if kind != "chat" and rendering != PLAIN:
-            raise UnsupportedSetting(
-                "chat_template_kwargs and continue_final_message are for chats, and a text is "
-                "continued as it is. Leave them out."
-            )
-        if rendering.continues and asks_for_form(sampling.extra):
-            raise both_begun_and_formed()
-        prompt = self.prepare(
-            call.prompt, call.tools, message_type=kind, model=call.model, rendering=rendering
-        )
+        if rendering != PLAIN:
+            from rolltree.inference.rendering import check_rendering
+
+            check_rendering(rendering, sampling, call.message_type)
+        own = {"message_type": call.message_type, "model": call.model, "rendering": rendering}
+        prompt = self.prepare(call.prompt, call.tools, **own)  # type: ignore[arg-type]
         return prompt, call if sampling is call.sampling else replace(call, sampling=sampling)
 
     def renderer_of(self, prompt: Prompt) -> ChatRenderer:
@@ -114,10 +109,10 @@ class TokenSession:
         renderer = self.renderer.with_variables(rendering.variables)
         match = self._index.find(messages, tools, model)
         if match is not None and match.num_old == len(messages) and rendering.continues:
-            # The final message is an earlier answer, which was cut.
+            from rolltree.inference.rendering import ends_with
+
             known = self._calls.path(match.call)
-            ended = int(known[-1]) in renderer.end_ids
-            if not ended and renderer.decode(known).endswith(str(messages[-1].get("content"))):
+            if ends_with(renderer, known, messages[-1]):
                 return Prompt(known, match.call, None, messages, tools, model, rendering)
             match = self._index.find(messages[:-1], tools, model)
         if match is None:
@@ -270,14 +265,6 @@ class _Text:
     text: str
     call_id: int
     num_tokens: int
-
-
-def both_begun_and_formed() -> UnsupportedSetting:
-    """Return the error for a continued answer that is to have a form."""
-    return UnsupportedSetting(
-        "an answer that continues the final message cannot be held to a form as well "
-        "(response_format, structured_outputs, tool_choice). Leave one of them out."
-    )
 
 
 def without_ids(response: ModelResponse) -> ModelResponse:

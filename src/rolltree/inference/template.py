@@ -143,7 +143,9 @@ class ChatTemplate:
         self, messages: Sequence[ChatMessage], tools: Sequence[ToolSchema] | None = None
     ) -> dict[str, str]:
         """Return what of a conversation is shown in another role than its own, by its name."""
-        if "later system" not in self._shown(messages, tools)[1]:
+        roles = ("system", "developer")
+        is_late = any(message.get("role") in roles for message in messages[1:])
+        if not is_late or "later system" not in self._shown(messages, tools)[1]:
             return {}
         from rolltree.inference.other_forms import REMINDER_NOTE
 

@@ -41,7 +41,6 @@ from rolltree.inference.request_fields import (
     hints_in,
     split_rendering,
 )
-from rolltree.inference.session import both_begun_and_formed
 from rolltree.scale.weights.receive import WeightReceiver
 from rolltree.values.types import (
     ChatMessage,
@@ -239,8 +238,10 @@ class ServedModel:
 
         def done() -> tuple[AgentCall, _Rendered]:
             renderer, begun = self.renderer.with_variables(rendering.variables), ""
-            if rendering.continues and has_form:
-                raise both_begun_and_formed()
+            if rendering != PLAIN:
+                from rolltree.inference.rendering import check_rendering
+
+                check_rendering(rendering, sampling, call.message_type)
             if rendering.continues and isinstance(call.prompt, list):
                 begun = str(call.prompt[-1].get("content") or "")
             rendered = _Rendered(renderer, rendering, begun)

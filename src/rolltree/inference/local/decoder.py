@@ -25,7 +25,7 @@ from rolltree.inference.engine import (
     TopLogprobs,
 )
 from rolltree.inference.local.runner import ModelRunner
-from rolltree.inference.local.sampling import Adjusted, Processors, Top, sample
+from rolltree.inference.local.sampling import Adjusted, Processors, sample
 from rolltree.inference.local.slots import SlotTable
 from rolltree.values.errors import ModelError
 from rolltree.values.types import FinishReason
@@ -62,20 +62,11 @@ class LocalRequest(EngineRequest):
     mask: GrammarMask | None = None  # one of the processors
     num_top: int = 0
     # The likeliest tokens at each place: of the distribution sampled from, and of the model's.
-    tops: list[tuple[TopLogprobs, TopLogprobs]] = field(default_factory=list)
+    tops: list[list[TopLogprobs]] = field(default_factory=list)
     uniforms: UniformStream = field(init=False)
 
     def __post_init__(self) -> None:
         self.uniforms = UniformStream(self.seed)
-
-
-def _listed(top: Top) -> list[TopLogprobs]:
-    """Return the likeliest tokens of each row, without those that cannot be sampled."""
-    rows = zip(top.ids.tolist(), top.logprobs.tolist(), strict=True)
-    return [
-        tuple((token, value) for token, value in zip(*row, strict=True) if value > -np.inf)
-        for row in rows
-    ]
 
 
 class Decoder:
@@ -210,14 +201,10 @@ class Decoder:
                 adjusted.append(Adjusted(at, so_far, request.processors))
         temperature, top_k, top_p = torch.from_numpy(slots.settings[rows]).to(device).unbind(1)
         asking = [at for at, request in enumerate(requests) if request.num_top]
-        num_top = max((requests[at].num_top for at in asking), default=0)
-        settings = (temperature, top_k.long(), top_p)
-        drawn = sample(logits, uniforms, *settings, adjusted, asking, num_top)
-        if drawn.top is not None and drawn.raw_top is not None:
-            tops = zip(_listed(drawn.top), _listed(drawn.raw_top), strict=True)
-            for at, (top, raw_top) in zip(asking, tops, strict=True):
-                number = requests[at].num_top
-                requests[at].tops.append((top[:number], raw_top[:number]))
+        most = max((requests[at].num_top for at in asking), default=0)
+        drawn = sample(logits, uniforms, temperature, top_k.long(), top_p, adjusted, asking, most)
+        for at, *tops in zip(asking, drawn.top or (), drawn.raw_top or (), strict=True):
+            requests[at].tops.append([tuple(top[: requests[at].num_top]) for top in tops])
         ids = drawn.ids.to("cpu", torch.int32).numpy()
         logprobs, raw = drawn.logprobs.cpu().numpy(), drawn.raw_logprobs.cpu().numpy()
         slots.append(rows, ids, logprobs, raw, version)

@@ -15,7 +15,7 @@ import numpy as np
 from rolltree.inference.engine import DEFAULT_MAX_CONTEXT, EngineThread, extra_of
 from rolltree.inference.local.decoder import Decoder, LocalRequest
 from rolltree.inference.local.probe import check_invariance, choose_route, max_stable_positions
-from rolltree.inference.local.sampling import PROCESSED, make_processors, num_top_logprobs
+from rolltree.inference.local.sampling import PROCESSED, make_processors
 from rolltree.inference.local.slots import SlotTable
 from rolltree.inference.request_fields import CONSTRAINTS
 from rolltree.values.errors import ConfigError, UnsupportedSetting
@@ -192,7 +192,9 @@ class LocalEngine(EngineThread[LocalRequest]):
             device=self._device,
         )
         request = LocalRequest(prompt, sampling, seed, limit, processors=processors, mask=mask)
-        request.num_top = num_top_logprobs(extra)
+        request.num_top = number = extra.get("top_logprobs") or 0
+        if type(number) is not int or not 0 <= number <= 20:  # as many as OpenAI's API gives
+            raise UnsupportedSetting(f"top_logprobs = {number!r} is not a number from 0 to 20.")
         return request
 
     def prepare(self, sampling: SamplingParams) -> None:

@@ -63,25 +63,31 @@ class Grammars:
         # One that `constrained` has put together is JSON already.
         text = own if own.startswith("{") else json.dumps({"grammars": [grammar]})
         with self._lock:
-            if text not in self._compiled:
-                library, tokenizer = self._loaded()
-                try:
-                    made = library.LLMatcher(tokenizer, _as_lark(text), log_level=0)
-                    error = made.get_error() if made.is_error() else ""
-                except ValueError as problem:
-                    error = str(problem)
-                if error:
-                    # What follows the first line is the grammar, with a mark below the place.
-                    reason = error.strip().partition("\n")[0]
-                    raise UnsupportedSetting(
-                        f"{name} cannot be compiled, so the answer would not be held to it: "
-                        f"{reason}. Change it, or leave it out."
-                    )
+            made = self._compiled.get(text)
+        if made is None:
+            # Without the lock: compiling may take a second, and a step must not wait for it.
+            made = self._made(text, name)
+            with self._lock:
                 self._compiled[text] = made
                 if len(self._compiled) > _REMEMBERED:
                     self._compiled.popitem(last=False)
-            self._compiled.move_to_end(text)
-            return self._compiled[text].deep_copy()
+        return made.deep_copy()
+
+    def _made(self, text: str, name: str) -> Any:
+        library, tokenizer = self._loaded()
+        try:
+            made = library.LLMatcher(tokenizer, _as_lark(text), log_level=0)
+            error = made.get_error() if made.is_error() else ""
+        except ValueError as problem:
+            error = str(problem)
+        if error:
+            # What follows the first line is the grammar, with a mark below the place.
+            reason = error.strip().partition("\n")[0]
+            raise UnsupportedSetting(
+                f"{name} cannot be compiled, so the answer would not be held to it: {reason}. "
+                "Change it, or leave it out."
+            )
+        return made
 
     def _loaded(self) -> tuple[Any, Any]:
         """Return llguidance and its form of the tokenizer, which takes a second to make."""

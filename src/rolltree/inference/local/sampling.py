@@ -41,21 +41,14 @@ class Processors:
     after: LogitsProcessorList
 
 
-class Top(NamedTuple):
-    """The likeliest tokens of some rows: ids int64 `[rows, n]` and their logprobs, float32."""
-
-    ids: Tensor
-    logprobs: Tensor
-
-
 class SampledTokens(NamedTuple):
     """One token per row. Tensors of shape `[_B]`; `top` and `raw_top` are of the rows that ask."""
 
     ids: Tensor  # int64
     logprobs: Tensor  # of the distribution sampled from
     raw_logprobs: Tensor  # of the softmax of the unchanged logits
-    top: Top | None = None
-    raw_top: Top | None = None
+    top: Any = None
+    raw_top: Any = None
 
 
 class Adjusted(NamedTuple):
@@ -122,8 +115,7 @@ def sample(
         ids = torch.where(greedy, likeliest, _invert(blocks, sums, uniforms, likeliest))
     # From the weights that were drawn from, since a log-softmax would differ in the last bits.
     logprobs = (weights.gather(-1, ids[:, None])[:, 0] / sums.sum(-1)).log()
-    asking = list(top_rows)
-    top = _top(weights[asking], sums[asking].sum(-1), num_top) if asking else None
+    top = likeliest_tokens(weights, sums.sum(-1), top_rows, num_top) if top_rows else None
     if raw is None:
         return SampledTokens(ids, logprobs, logprobs, top, top)
     # By the same operations as for rows whose logits were not changed.
@@ -131,14 +123,18 @@ def sample(
     raw_weights = raw.sub_(largest[:, None]).exp()
     total = _blocks(raw_weights).sum(-1).sum(-1)
     own = raw.gather(-1, ids[:, None])[:, 0] - total.log()
-    raw_top = _top(raw_weights[asking], total[asking], num_top) if asking else None
+    raw_top = likeliest_tokens(raw_weights, total, top_rows, num_top) if top_rows else None
     return SampledTokens(ids, logprobs, torch.where(changed, own, logprobs), top, raw_top)
 
 
-def _top(weights: Tensor, total: Tensor, number: int) -> Top:
-    """Return the likeliest tokens; those of probability 0 have the logprob -inf."""
-    largest, ids = weights.topk(min(number, weights.shape[-1]), dim=-1)
-    return Top(ids, (largest / total[:, None]).log())
+def likeliest_tokens(
+    weights: Tensor, total: Tensor, rows: Sequence[int], number: int
+) -> list[list[tuple[int, float]]]:
+    """Return the likeliest tokens of some rows with their logprobs; none of probability 0."""
+    largest, ids = weights[list(rows)].topk(min(number, weights.shape[-1]), dim=-1)
+    logprobs = (largest / total[list(rows), None]).log()
+    pairs = zip(ids.tolist(), logprobs.tolist(), strict=True)
+    return [[pair for pair in zip(*row, strict=True) if pair[1] > -torch.inf] for row in pairs]
 
 
 def _blocks(weights: Tensor) -> Tensor:
@@ -287,22 +283,6 @@ _AFTER: dict[str, tuple[object, Callable[[_Setting], LogitsProcessor]]] = {
 }
 """Per setting: the value that changes nothing, and how to make its processor."""
 PROCESSED = frozenset((*_BEFORE, *_AFTER))
-MAX_TOP_LOGPROBS = 20
-"""As many as OpenAI's API gives."""
-
-
-def num_top_logprobs(extra: Mapping[str, Any]) -> int:
-    """Return how many of the likeliest tokens a request wants to see at each place.
-
-    Raises:
-        UnsupportedSetting: it is not a number from 0 to 20.
-    """
-    number = extra.get("top_logprobs") or 0
-    if type(number) is not int or not 0 <= number <= MAX_TOP_LOGPROBS:
-        raise UnsupportedSetting(
-            f"top_logprobs = {shown(number)} is not a number from 0 to {MAX_TOP_LOGPROBS}."
-        )
-    return number
 
 
 def make_processors(
