@@ -17,6 +17,7 @@ from rolltree.inference.chat import ChatRenderer
 from rolltree.inference.client_base import RootClient
 from rolltree.inference.deltas import TokenListener
 from rolltree.inference.engine import SampledToken
+from rolltree.inference.request_fields import PLAIN
 from rolltree.inference.session import Prompt, TokenSession
 from rolltree.testing.script import Script, ScriptedTokens, ScriptSource, tokens_of
 from rolltree.testing.tokenizer import ByteTokenizer
@@ -108,7 +109,8 @@ class ScriptedClient(RootClient[_ScriptedMemory]):
         # with a real one.
         await asyncio.sleep(self.delay_s)
         reply = tokens_of(await memory.script.next(asked), self.renderer, call.sampling)
-        await self._stream(reply, call, tokens.renderer_of(prompt), prompt.begun)
+        reads = {} if prompt.rendering == PLAIN else {"prompt": (tokens, prompt)}
+        await self._stream(reply, call, **reads)
         answer = Answer(
             reply.finish_reason,
             text=reply.text,
@@ -120,13 +122,19 @@ class ScriptedClient(RootClient[_ScriptedMemory]):
         return tokens.complete(prompt, answer, call)
 
     async def _stream(
-        self, reply: ScriptedTokens, call: ModelCall, renderer: ChatRenderer, begun: str
+        self,
+        reply: ScriptedTokens,
+        call: ModelCall,
+        prompt: tuple[TokenSession, Prompt] | None = None,
     ) -> None:
         """Report all tokens except the last one by one, as an engine does."""
         if call.on_delta is None:
             if self.token_delay_s:
                 await asyncio.sleep(self.token_delay_s * len(reply.ids))
             return
+        renderer, begun = self.renderer, ""
+        if prompt is not None:
+            renderer, begun = prompt[0].renderer_of(prompt[1]), prompt[1].begun
         listener = TokenListener(renderer, call, begun)
         for token, logprob in zip(reply.ids[:-1].tolist(), reply.logprobs.tolist(), strict=False):
             await asyncio.sleep(self.token_delay_s)
