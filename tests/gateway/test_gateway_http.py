@@ -539,8 +539,8 @@ async def test_what_the_upstream_refuses_is_told_without_its_address():
 
 async def test_a_stream_that_fails_midway_says_so_and_is_no_call():
     class Breaking(ScriptedClient):
-        async def _stream(self, reply, call, num_prompt_tokens):
-            await super()._stream(reply, call, num_prompt_tokens)
+        async def _stream(self, reply, call, *prompt):
+            await super()._stream(reply, call, *prompt)
             raise ConnectionFailed("the server died")
 
     async with rt.gateway(Breaking(echo, token_delay_s=0.001)) as g, g.session() as s:

@@ -263,11 +263,11 @@ async def test_what_the_engine_does_not_do_is_refused_by_the_engine():
     client = rt.local_client(model, tokenizer)
     try:
         async with rt.gateway(client) as g, g.session() as s, openai_agent(s) as agent:
-            with pytest.raises(openai.BadRequestError, match="response_format"):
+            with pytest.raises(openai.BadRequestError, match="ignore_eos"):
                 await agent.chat.completions.create(
                     model="m",
                     messages=[{"role": "user", "content": "?"}],
-                    response_format={"type": "json_object"},
+                    extra_body={"ignore_eos": True},
                 )
     finally:
         await client.aclose()

@@ -454,7 +454,7 @@ async def test_what_the_upstream_is_asked_for():
         await whole(agent, input="?", text={"format": {"type": "text"}})
     function = {"type": "function", "function": {"name": "add"}}
     assert [dict(call.sampling.extra) for call in client.calls] == [
-        {"tool_choice": function},
+        {"tool_choice": function, "parallel_tool_calls": False},
         {"tool_choice": "required"},
         {
             "tool_choice": {
@@ -811,7 +811,7 @@ def item(kind, **fields):
         ({"prompt": {"id": "pmpt_1"}}, "prompt"),
         ({"context_management": [{"type": "compaction"}]}, "context_management"),
         ({"top_logprobs": 3}, "top_logprobs"),
-        ({"include": ["message.output_text.logprobs"]}, "include"),
+        ({"include": ["message.output_text.pictures"]}, "include"),
         ({"include": "reasoning.encrypted_content"}, "include"),
         ({"metadata": {"a": 1}}, "metadata"),
         ({"instructions": ["a"]}, "instructions"),

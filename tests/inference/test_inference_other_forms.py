@@ -133,6 +133,10 @@ def shown(name: str, messages: list[ChatMessage], tools: Any = None) -> str:
     return session.renderer.decode(session.prepare(messages, tools).ids)
 
 
+def reminder(text: str) -> str:
+    return f"<system-reminder>\n{text}\n</system-reminder>"
+
+
 def turns(*messages: tuple[str, str]) -> str:
     """Return what ChatML makes of roles and texts, and the opening of an answer."""
     closed = [f"<|im_start|>{role}\n{text}<|im_end|>\n" for role, text in messages]
@@ -149,14 +153,52 @@ BEGUN = [("system", "Be brief."), ("user", "a"), ("assistant", "Yes.")]
 @pytest.mark.parametrize("name", ["leading", "mute"])
 def test_a_later_system_message_becomes_a_turn_of_the_user(name: str) -> None:
     text = shown(name, [SYSTEM, user("a"), SAID, LATER])
-    assert text == turns(*BEGUN, ("user", "Now in French."))
+    assert text == turns(*BEGUN, ("user", reminder("Now in French.")))
+    parts = [{"type": "text", "text": "Now"}, {"type": "text", "text": "in French."}]
+    text = shown(name, [SYSTEM, user("a"), SAID, {**LATER, "content": parts}])
+    assert text == turns(*BEGUN, ("user", reminder("Now\nin French.")))
+    # An agent may have marked it itself.
+    marked = reminder("Now in French.")
+    assert shown(name, [SYSTEM, user("a"), {**LATER, "content": marked}]).count(marked[:17]) == 1
+
+
+def test_a_template_that_takes_later_system_messages_gets_them_as_they_are() -> None:
+    assert shown("made", [SYSTEM, user("a"), SAID, LATER]).count("Now in French.") == 1
+    for name in ("made", "chatml"):
+        assert "reminder" not in shown(name, [SYSTEM, user("a"), SAID, LATER])
+        assert RENDERERS[name, "keep"].notes([SYSTEM, user("a"), SAID, LATER]) == {}
+
+
+@pytest.mark.parametrize("name", ["leading", "mute"])
+@pytest.mark.parametrize("mode", ["keep", "template"])
+def test_a_reminder_is_noted_and_its_prefix_continues_by_ids(name: str, mode: str) -> None:
+    renderer = RENDERERS[name, mode]
+    session = TokenSession(renderer)
+    messages, known, notes = [SYSTEM, user("a")], list[int](), []
+    for new in ([LATER], [user("b")], [DEVELOPER, user("c")], []):
+        prompt = session.prepare(messages)
+        assert prompt.reason is None
+        assert prompt.ids.tolist()[: len(known)] == known
+        ids = [*b"Yes.", renderer.end_ids[0]]
+        got = complete(session, prompt, ids, None, FinishReason.STOP)
+        known = [*prompt.ids.tolist(), *ids]
+        notes.append(got.info.get("notes", {}))
+        messages = [*messages, got.message, *new]
+    text = renderer.decode(known)
+    assert text.index(reminder("Now in French.")) < text.index("user\nb") < text.index("user\nc")
+    assert [list(each) for each in notes] == [[], *3 * [["messages.system"]]]
+    assert "system-reminder" in notes[1]["messages.system"]
 
 
 @pytest.mark.parametrize("name", ["leading", "mute"])
 def test_a_developer_is_the_system_or_later_a_user(name: str) -> None:
     assert shown(name, [DEVELOPER, user("a")]) == turns(*BEGUN[:2])
     later = [DEVELOPER, user("a"), SAID, {"role": "developer", "content": "Go on."}]
-    assert shown(name, later) == turns(*BEGUN, ("user", "Go on."))
+    assert shown(name, later) == turns(*BEGUN, ("user", reminder("Go on.")))
+    # Instructions beside a developer's, which comes second.
+    assert shown(name, [SYSTEM, DEVELOPER, user("a")]) == turns(
+        BEGUN[0], ("user", reminder("Be brief.")), BEGUN[1]
+    )
 
 
 def test_a_history_that_ends_with_an_answer_asks_for_more() -> None:
@@ -259,7 +301,8 @@ async def test_what_a_world_says_is_rendered_or_ends_its_rollout_with_the_rule(r
         return
     assert state["error"] is None
     prompt = renderer.decode(state["trajectory"][-1]["tokens"]["prompt_ids"])
-    assert prompt == turns(("user", "a"), ("assistant", "Yes."), ("user", "Now in French."))
+    later = ("user", reminder("Now in French."))
+    assert prompt == turns(("user", "a"), ("assistant", "Yes."), later)
 
 
 def test_other_forms_are_distinct_and_leave_the_messages_alone() -> None:

@@ -225,7 +225,7 @@ async def test_bad_ids_are_refused_before_they_reach_others(
         ({"max_tokens": 0}, "max_tokens = 0"),
         ({"stop": ("x",)}, "decode_text"),
         ({"extra": {"min_p": 1.5}}, "min_p = 1.5"),
-        ({"extra": {"extra_body": {"guided_json": {}}}}, "guided_json"),
+        ({"extra": {"extra_body": {"guided_json": {}}}}, "need a fast tokenizer"),
         ({"extra": {"tempreature": 1}}, "Did you mean 'temperature'"),
     ],
 )

@@ -24,7 +24,7 @@ from rolltree.training import (
     logprobs,
     plan,
     sections,
-    trackers,
+    tracking,
 )
 from rolltree.values.errors import ConfigError, RolltreeError, UnknownName
 
@@ -163,7 +163,7 @@ def test_what_is_said_of_removed_settings_is_what_holds():
         "engine.reload_method": publish.RELOAD_METHOD,
         "engine.away_limit_s": plan.AWAY_LIMIT_S,
         "checkpoint.max_shard_size": checkpoint_formats.MAX_SHARD_SIZE,
-        "track.transcripts_every": trackers.TRANSCRIPTS_EVERY,
+        "track.transcripts_every": tracking.TRANSCRIPTS_EVERY,
         "optim.final_lr_share": sections.SCHEDULES["cosine"](1.0),
         "algorithm.baseline_decay": advantages.BASELINE_DECAY,
         "cluster.orphan_s": beat.ORPHAN_S,

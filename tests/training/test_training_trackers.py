@@ -21,10 +21,11 @@ from rolltree.rollouts.decode import decode_results
 from rolltree.scale.cluster.driver import run_cluster
 from rolltree.store import Run
 from rolltree.store.metric_names import numbers
-from rolltree.training import Silent, trackers
+from rolltree.training import Silent, tracking
 from rolltree.training.advantages import CreditReport
 from rolltree.training.config import TrainConfig, load_train_config
-from rolltree.training.trackers import TRACKERS, Sink, TrackedRun, Trackers
+from rolltree.training.trackers import TRACKERS, Sink, TrackedRun
+from rolltree.training.tracking import Trackers
 from rolltree.training.transcripts import COLUMNS, Transcript, transcripts
 from rolltree.values.errors import ConfigError, UnknownName
 from rolltree.values.types import ErrorRecord, RolloutRequest, RolloutResult, State
@@ -80,7 +81,7 @@ class TestTensorBoard:
         self, model, tmp_path, monkeypatch
     ):
         """Steps 3 and 4 are trained again; the event files hold each step once, as stored."""
-        monkeypatch.setattr(trackers, "TRANSCRIPTS_EVERY", 2)
+        monkeypatch.setattr(tracking, "TRANSCRIPTS_EVERY", 2)
         track = {"to": ["tensorboard"], "transcripts": 2}
         options = {"track": track, "checkpoint": {"every": 2}}
 

@@ -30,6 +30,7 @@ GIB = 1024**3
 
 PROVIDES = {
     "train": (("torch", "transformers", "safetensors", "gguf", "peft"), "models here, training"),
+    "constrained": (("llguidance",), "answers of a required form, by the embedded engine"),
     "data": (("pyarrow",), "runs as Parquet and Arrow"),
     "envs": (("datasets", "gymnasium"), "data sets of the hub, Gymnasium"),
     "worlds": (("gymnasium", "pettingzoo", "textarena", "reasoning_gym"), "games and puzzles"),

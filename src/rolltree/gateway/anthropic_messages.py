@@ -111,6 +111,8 @@ def read_messages(body: Mapping[str, Any], session: Answering) -> AgentCall:
     messages = _history(given.get("messages"), notes)
     if system := _system(given.get("system")):
         messages.insert(0, {"role": "system", "content": system})
+    if messages[-1]["role"] == "assistant":  # prefill: the answer goes on from there
+        choice |= {"add_generation_prompt": False, "continue_final_message": True}
     return AgentCall(
         messages,
         replace(asked, extra={**asked.extra, **output.sampling.extra, **choice}),
@@ -243,12 +245,6 @@ def _history(value: object, notes: dict[str, str]) -> list[ChatMessage]:
                 f"{where} has the role {shown(role)}; known are user, assistant and system.",
                 param=f"{where}.role",
             )
-    if history[-1]["role"] == "assistant":
-        raise RequestError(
-            f"{where} is an assistant's message, but answers are sampled from their start, so it "
-            "cannot be continued (prefill). End with a user's message.",
-            param=where,
-        )
     return history
 
 

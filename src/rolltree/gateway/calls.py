@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 
 from rolltree.inference.call import DEFAULT_SAMPLING
-from rolltree.inference.request_fields import hints_in
+from rolltree.inference.engine import TopLogprobs
+from rolltree.inference.request_fields import asks_for_form, hints_in
 from rolltree.values.types import (
     ChatMessage,
     FinishReason,
@@ -78,6 +79,8 @@ class AgentCall:
 def without_hints(call: AgentCall) -> AgentCall:
     """Return a call whose wishes are notes, for an engine that cannot follow them."""
     hints = hints_in(call.sampling.extra)
+    if asks_for_form(call.sampling.extra):
+        hints.pop("parallel_tool_calls", None)  # an answer that is held to a form can follow it
     if not hints:
         return call
     extra = {name: value for name, value in call.sampling.extra.items() if name not in hints}
@@ -152,6 +155,7 @@ class DeltaTokens:
     logprobs: FloatArray
     prompt_ids: IntArray | None
     decode: Callable[[list[int]], str] = field(repr=False)
+    top: tuple[TopLogprobs, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,6 +197,8 @@ class AgentAnswer:
     decode: Callable[[list[int]], str] | None = field(default=None, repr=False)
     index: int = 0
     rest: AnswerDelta = AnswerDelta()
+    # The likeliest tokens at each place of the completion, if they were asked for.
+    top: tuple[TopLogprobs, ...] = ()
 
     @property
     def text(self) -> str:

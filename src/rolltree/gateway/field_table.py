@@ -94,8 +94,8 @@ _FIRST = (
     _row(
         "changes",
         "read",
-        "`auto` and `none` are done; a call that is required or named is done by engines that can "
-        "constrain what they sample, and refused by the others",
+        "`auto` and `none` are done; a call that is required or named is done by the embedded "
+        "engine (with the extra `constrained`) and by servers that can, and refused by the others",
         chat="tool_choice",
         responses="tool_choice",
         messages="tool_choice tool_choice.type tool_choice.name",
@@ -126,9 +126,30 @@ _FIRST = (
     _row("changes", "only", "refused: every sample is a separate call", openai="best_of"),
     _row(
         "changes",
+        "passed",
+        "done where prompts are rendered here: the answer continues the final message; passed on "
+        "to a server that renders them itself",
+        chat="continue_final_message add_generation_prompt",
+    ),
+    _row(
+        "changes",
+        "passed",
+        "done where prompts are rendered here: names that the chat template reads, such as "
+        "`enable_thinking`; passed on to a server that renders them itself",
+        chat="chat_template_kwargs",
+    ),
+    _row(
+        "changes",
         "only",
-        "refused: answers are sampled from their start",
-        openai="continue_final_message",
+        "refused: a text is continued as it is",
+        {},
+        text="chat_template_kwargs",
+    ),
+    _row(
+        "changes",
+        "only",
+        "refused: a text is always continued where it ends",
+        text="continue_final_message",
     ),
     _row("changes", "only", "refused: an answer has only what was sampled", openai="echo"),
     _row(
@@ -156,12 +177,13 @@ _FIRST = (
     ),
     _row(
         "changes",
-        "only",
-        "refused: only logprobs of sampled tokens are recorded",
-        0,
-        openai="top_logprobs",
+        "read",
+        "the likeliest tokens at each place, by the embedded engine; refused where a server gives "
+        "only what was sampled",
+        chat="top_logprobs",
         responses="top_logprobs",
     ),
+    _row("changes", "only", "refused: logprobs says how many", 0, text="top_logprobs"),
     _row(
         "changes",
         "only",
@@ -376,7 +398,8 @@ ROWS: tuple[Row, ...] = (
     _row(
         "changes",
         "read",
-        "done by engines that can constrain what they sample, and refused by the others",
+        "done by the embedded engine (with the extra `constrained`) and by servers that can, and "
+        "refused by the others",
         responses="text.format",
         messages="output_config.format output_format",
     ),

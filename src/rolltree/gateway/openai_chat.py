@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import zip_longest
+from reprlib import repr as shown
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -22,6 +24,7 @@ from rolltree.gateway.fields import (
 from rolltree.gateway.protocol import Answering, WireProtocol, data_event
 from rolltree.gateway.tools import OfferedTools, chat_call, chat_tools
 from rolltree.inference.deltas import one_call_each, outgoing_message
+from rolltree.inference.engine import TopLogprobs
 from rolltree.inference.routed_experts import encode_routing
 from rolltree.values.types import (
     FloatArray,
@@ -38,7 +41,7 @@ TEXT_OBJECT = "text_completion"
 _TEXT_MAX_TOKENS = 16
 # The most completions of one request: prompts times `n`.
 _MAX_COMPLETIONS = 1024
-_ONE_OF_SAMPLED = "only logprobs of sampled tokens are recorded"
+_ONE_OF_SAMPLED = "only logprobs of sampled tokens are known"
 CHAT_FIELDS = fields_at("chat/completions")
 TEXT_FIELDS = fields_at("completions")
 # What both have, and vLLM's requests with ids.
@@ -55,6 +58,9 @@ def read_chat(body: Mapping[str, Any], session: Answering) -> AgentCall:
     if given.get("logprobs", False) not in (True, False):
         raise RequestError(f"{_ONE_OF_SAMPLED}: logprobs is true or false.", param="logprobs")
     options = answer_options(given)
+    asked = with_top_logprobs(asked, given.get("top_logprobs", 0), session)
+    if asked.extra.get("top_logprobs") and not given.get("logprobs"):
+        raise RequestError("top_logprobs is for logprobs: true. Send both.", param="top_logprobs")
     if offered.custom:
         options["options"]["custom_tools"] = offered.custom
     return AgentCall(
@@ -69,8 +75,10 @@ def read_chat(body: Mapping[str, Any], session: Answering) -> AgentCall:
 def read_text(body: Mapping[str, Any], session: Answering) -> AgentCall:
     """Return the call that a body of `completions` asks for."""
     given, asked, _ = read_fields(body, TEXT_FIELDS)
-    if given.get("logprobs", 0) not in (0, 1):
-        raise RequestError(f"{_ONE_OF_SAMPLED}: logprobs is 0 or 1.", param="logprobs")
+    # vLLM and OpenAI: so many, with that of the sampled token. One asks for no others here.
+    number = given.get("logprobs", 0)
+    if number not in (0, 1):
+        asked = with_top_logprobs(asked, number, session, "logprobs")
     # Null asks for no limit; a missing field, for OpenAI's default.
     if not {"max_tokens", "max_completion_tokens"} & body.keys():
         asked = replace(asked, max_tokens=_TEXT_MAX_TOKENS)
@@ -87,6 +95,27 @@ def read_text(body: Mapping[str, Any], session: Answering) -> AgentCall:
         each if isinstance(each, str) else ids_in(each, session, "prompt") for each in prompts
     ]
     return AgentCall(first, asked, message_type="completion", more_prompts=tuple(others), **options)
+
+
+def with_top_logprobs(
+    asked: SamplingParams, number: object, session: Answering, name: str = "top_logprobs"
+) -> SamplingParams:
+    """Return settings that ask for the `number` likeliest tokens at each place.
+
+    Raises:
+        RequestError: it is not a number from 0 to 20, or the model's server gives none.
+    """
+    if type(number) is not int or not 0 <= number <= 20:
+        raise RequestError(f"{name} = {shown(number)} is not a number from 0 to 20.", param=name)
+    if not number:
+        return asked
+    if not session.gives_top_logprobs:
+        raise RequestError(
+            f"{name} = {number} cannot be obeyed: of a model behind a server {_ONE_OF_SAMPLED}; "
+            "the embedded engine gives others, too. Leave it out.",
+            param=name,
+        )
+    return replace(asked, extra={**asked.extra, "top_logprobs": number})
 
 
 def ids_in(value: object, session: Answering, where: str) -> IntArray:
@@ -188,7 +217,7 @@ class CompletionWriter:
         if tokens is None:
             return self._chunks(delta, more, None)
         if self._wants_ids or self._wants_logprobs:
-            more = self._tokens(tokens.ids, tokens.logprobs, tokens.decode)
+            more = self._tokens(tokens.ids, tokens.logprobs, tokens.decode, tokens.top)
         chunks = self._chunks(delta, more, tokens.prompt_ids)
         self._num_sent[delta.index] += len(tokens.ids)
         return chunks
@@ -286,17 +315,28 @@ class CompletionWriter:
                 "be returned.",
                 param="logprobs" if self._wants_logprobs else "return_token_ids",
             )
-        return self._tokens(ids[num_sent:], values[num_sent:], answer.decode)
+        rest = slice(num_sent, None)
+        return self._tokens(ids[rest], values[rest], answer.decode, answer.top[rest])
 
-    def _tokens(self, ids: IntArray, values: FloatArray, decode: Decode) -> dict[str, Any]:
+    def _tokens(
+        self, ids: IntArray, values: FloatArray, decode: Decode, top: Sequence[TopLogprobs]
+    ) -> dict[str, Any]:
         listed = ids.tolist()
         fields: dict[str, Any] = {"token_ids": listed} if self._wants_ids else {}
         if not self._wants_logprobs:
             return fields
-        as_ids = self._call.options.get("tokens_as_ids")
-        texts = [f"token_id:{token}" if as_ids else decode([token]) for token in listed]
-        write = _chat_logprobs if self._is_chat else _text_logprobs
-        return fields | {"logprobs": write(texts, values.tolist())}
+        if self._call.options.get("tokens_as_ids"):
+
+            def spell(token: int) -> str:
+                return f"token_id:{token}"
+        else:
+
+            def spell(token: int) -> str:
+                return decode([token])
+
+        write = chat_logprobs if self._is_chat else _text_logprobs
+        entries = list(zip_longest(listed, values.tolist(), top[: len(listed)], fillvalue=()))
+        return fields | {"logprobs": write(entries, spell)}
 
 
 def write_completion(call: AgentCall, answers: Sequence[AgentAnswer]) -> dict[str, Any]:
@@ -345,24 +385,38 @@ def version_spans(versions: IntArray) -> list[dict[str, Any]]:
     ]
 
 
-def _text_logprobs(texts: Sequence[str], values: Sequence[float]) -> dict[str, Any]:
+Entry: TypeAlias = tuple[Any, ...]
+"""A sampled token, its logprob, and the likeliest tokens at its place."""
+
+
+def _text_logprobs(entries: Sequence[Entry], spell: Callable[[int], str]) -> dict[str, Any]:
     """Return the logprobs of a text completion's tokens in OpenAI's format."""
-    listed = {"tokens": list(texts), "token_logprobs": list(values)}
-    return {**listed, "top_logprobs": None, "text_offset": []}
+    top = [
+        {**{spell(each): logprob for each, logprob in likeliest}, spell(token): value}
+        for token, value, likeliest in entries
+        if likeliest
+    ]
+    return {
+        "tokens": [spell(token) for token, *_ in entries],
+        "token_logprobs": [value for _, value, _ in entries],
+        "top_logprobs": top or None,
+        "text_offset": [],
+    }
 
 
-def _chat_logprobs(texts: Sequence[str], values: Sequence[float]) -> dict[str, Any]:
+def chat_logprobs(entries: Sequence[Entry], spell: Callable[[int], str]) -> dict[str, Any]:
     """Return the logprobs of a chat completion's tokens in OpenAI's format."""
+
+    def written(token: int, logprob: float) -> dict[str, Any]:
+        text = spell(token)
+        # The text of a token that is a part of a character is a replacement character, whose
+        # bytes are not the token's.
+        spelled = None if "\ufffd" in text else list(text.encode())
+        return {"token": text, "logprob": logprob, "bytes": spelled}
+
     content = [
-        {
-            "token": text,
-            "logprob": value,
-            # The text of a token that is a part of a character is a replacement character, whose
-            # bytes are not the token's.
-            "bytes": None if "\ufffd" in text else list(text.encode()),
-            "top_logprobs": [],
-        }
-        for text, value in zip(texts, values, strict=True)
+        {**written(token, value), "top_logprobs": [written(*each) for each in likeliest]}
+        for token, value, likeliest in entries
     ]
     return {"content": content, "refusal": None}
 

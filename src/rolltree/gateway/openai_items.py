@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, zip_longest
 from reprlib import repr as shown
 from typing import Any
 
@@ -21,6 +22,7 @@ from rolltree.gateway.messages import (
     text_at,
     tool_call,
 )
+from rolltree.gateway.openai_chat import chat_logprobs
 from rolltree.gateway.protocol import Answering
 from rolltree.gateway.tools import name_in
 from rolltree.values.types import ChatMessage, FinishReason
@@ -28,6 +30,8 @@ from rolltree.web.guard import RequestError
 
 ENCRYPTED = "reasoning.encrypted_content"
 """The entry of `include` that requests reasoning in a form that only the gateway can read."""
+LOGPROBS = "message.output_text.logprobs"
+"""The entry of `include` that requests the logprobs of the text's tokens."""
 # The ids of this gateway's answers have 24 hex digits; other servers' have more or fewer.
 _ITEM_ID = re.compile(r"(?:msg|rs|fc|ctc)_([0-9a-f]{24})(?:_[0-9]+)?")
 
@@ -340,6 +344,38 @@ def last_status(answer: AgentAnswer) -> str:
     return "incomplete" if answer.finish_reason in CUT_REASONS else "completed"
 
 
+def text_logprobs(answer: AgentAnswer, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the `logprobs` of an answer's text, if the request asks for them.
+
+    Raises:
+        RequestError: the model's server gave no ids or logprobs.
+    """
+    ids, values, decode = answer.response.completion_ids, answer.response.logprobs, answer.decode
+    if LOGPROBS not in options["include"] and not options.get("top_logprobs"):
+        return {}
+    if ids is None or values is None or decode is None:
+        raise RequestError(
+            "the model's server gave no ids and logprobs of the sampled tokens, so they cannot be "
+            "returned.",
+            param="include",
+        )
+
+    def spell(token: int) -> str:
+        return decode([token])
+
+    listed = ids.tolist()
+    entries = list(zip_longest(listed, values.tolist(), answer.top[: len(listed)], fillvalue=()))
+    ends = list(accumulate(len(spell(token)) for token in listed))
+    # Tokens of reasoning, marks and the end are sampled, too, and are not part of the text.
+    start = "".join(map(spell, listed)).rfind(answer.text)
+    if start >= 0:
+        stop = start + len(answer.text)
+        starts = [0, *ends[:-1]]
+        spans = zip(entries, starts, ends, strict=True)
+        entries = [entry for entry, begin, end in spans if end > start and begin < stop]
+    return {"logprobs": chat_logprobs(entries, spell)["content"]}
+
+
 def output_items(answer: AgentAnswer, options: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the items of an answer."""
     answer_id, items, kind = answer.head.id, list[dict[str, Any]](), reasoning_item_kind(options)
@@ -348,7 +384,7 @@ def output_items(answer: AgentAnswer, options: Mapping[str, Any]) -> list[dict[s
         items.append(kind.item(answer_id, options, parts, "completed"))
     # An empty answer is an item, too: without it, the turn would be missing from the next input.
     if answer.text or not answer.tool_calls:
-        parts = [MESSAGE_ITEM.part(answer.text)]
+        parts = [MESSAGE_ITEM.part(answer.text) | text_logprobs(answer, options)]
         items.append(MESSAGE_ITEM.item(answer_id, options, parts, "completed"))
     for index, call in enumerate(answer.tool_calls):
         items.append(call_item(answer_id, index, call, options))

@@ -30,11 +30,12 @@ from rolltree.gateway.fields import (
     unknown_field,
 )
 from rolltree.gateway.messages import text_at
-from rolltree.gateway.openai_chat import tools_and_choice
+from rolltree.gateway.openai_chat import tools_and_choice, with_top_logprobs
 from rolltree.gateway.openai_items import (
     CUT_REASONS,
     ENCRYPTED,
     ITEM_DEFAULTS,
+    LOGPROBS,
     MESSAGE_ITEM,
     ItemHistory,
     TextItem,
@@ -43,6 +44,7 @@ from rolltree.gateway.openai_items import (
     last_status,
     output_items,
     reasoning_item_kind,
+    text_logprobs,
 )
 from rolltree.gateway.protocol import Answering, SideHandler, WireProtocol, data_event
 from rolltree.gateway.tools import (
@@ -60,6 +62,7 @@ RESPONSE_FIELDS = fields_at("responses")
 # Fields of items from hosted tools and images, which never occur here; and the encrypted reasoning.
 _INCLUDABLE = (
     ENCRYPTED,
+    LOGPROBS,
     "code_interpreter_call.outputs",
     "computer_call_output.output.image_url",
     "file_search_call.results",
@@ -108,6 +111,7 @@ def read_responses(body: Mapping[str, Any], session: Answering) -> AgentCall:
     text, style, _ = _part(given, "text")
     passed_on = {**reasoning.extra, **style.extra, **_response_format(text.get("format", {}))}
     asked = replace(asked, extra={**asked.extra, **passed_on})
+    asked = with_top_logprobs(asked, given.get("top_logprobs", 0), session)
     offered = _Tools(given)
     chosen, asked = tools_and_choice({"tools": offered.tools, "tool_choice": offered.choice}, asked)
     _check_rest(given)
@@ -377,6 +381,7 @@ class ResponseEvents:
         self._item_id = ""
         self._texts: list[str] = []
         self._call: dict[str, Any] | None = None
+        self._logprobs: dict[str, Any] = {}
 
     def begin(self, head: AnswerHead) -> Iterable[bytes]:
         """Return the events that the response was created and is in progress."""
@@ -406,6 +411,8 @@ class ResponseEvents:
         yield from self.delta(answer.rest)
         if self._call is None and self._kind is not MESSAGE_ITEM:
             yield from self._open(MESSAGE_ITEM)
+        if self._kind is MESSAGE_ITEM:
+            self._logprobs = text_logprobs(answer, self._options)
         yield from self._close(last_status(answer))
         response = _finished(answer, self._options)
         yield self._event(f"response.{response['status']}", response=response)
@@ -444,7 +451,7 @@ class ResponseEvents:
             return
         if kind is not None:
             yield self._of_text(f"{kind.text_event}.done", text=text)
-            yield self._of_part(f"{kind.part_event}.done", part=kind.part(text))
+            yield self._of_part(f"{kind.part_event}.done", part=kind.part(text) | self._logprobs)
         else:
             text_name, event = _CALL_EVENTS[item["type"]]
             yield self._of_part(f"{event}.done", **{text_name: item[text_name]})
@@ -455,13 +462,13 @@ class ResponseEvents:
     def _item(self, status: str) -> dict[str, Any] | None:
         """Return the current item with its text so far; None if there is none."""
         if self._kind is not None:
-            parts = [self._kind.part("".join(self._texts))]
+            parts = [self._kind.part("".join(self._texts)) | self._logprobs]
             return self._kind.item(self._head.id, self._options, parts, status)
         return None if self._call is None else {**self._call, "status": status}
 
     def _of_text(self, name: str, **values: Any) -> bytes:
         if self._kind is MESSAGE_ITEM:
-            values["logprobs"] = []
+            values = {**values, "logprobs": [], **self._logprobs}
         return self._of_part(name, **values)
 
     def _of_part(self, name: str, **values: Any) -> bytes:

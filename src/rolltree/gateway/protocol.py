@@ -30,6 +30,11 @@ class Answering(Protocol):
         ...
 
     @property
+    def gives_top_logprobs(self) -> bool:
+        """Whether answers can have the likeliest tokens at each place."""
+        ...
+
+    @property
     def model_name(self) -> str:
         """The name of the model that answers."""
         ...

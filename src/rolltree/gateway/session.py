@@ -46,7 +46,8 @@ from rolltree.gateway.trained_calls import (
 )
 from rolltree.inference.call import ModelCall
 from rolltree.inference.chat import ChatRenderer
-from rolltree.inference.client import ModelClient, merge_sampling, sampling_to_args
+from rolltree.inference.client import ModelClient, merge_sampling, sampling_to_args, with_inner
+from rolltree.inference.engine import TopLogprobs
 from rolltree.inference.retry import PATIENCE_S
 from rolltree.inference.session import TokenSession
 from rolltree.samples import build_samples
@@ -114,6 +115,8 @@ class _Flight:
     is_kept: bool = False
     # Whether a client was sent the whole answer.
     is_delivered: bool = False
+    # The likeliest tokens at each place, until they are delivered: the trajectory has none.
+    top: tuple[TopLogprobs, ...] = ()
     # Of the requests that it answers: their connections, and the highest count of attempts.
     connections: list[Connection] = field(default_factory=list)
     attempt: int = 0
@@ -431,7 +434,7 @@ class GatewaySession:
         """Note that an answer was sent in full, so that an equal request is a new call."""
         flight = self._flights.get(answer.head.id)
         if flight is not None and not flight.is_delivered:
-            flight.is_delivered = True
+            flight.is_delivered, flight.top = True, ()
             flight.connections.clear()
             equal = self._by_content.get(flight.origin.digest, [])
             equal[:] = [each for each in equal if each is flight or not each.is_delivered]
@@ -441,6 +444,12 @@ class GatewaySession:
     # -- for protocols ---------------------------------------------------------------------------
 
     keeps_answers: ClassVar[bool] = True
+
+    @property
+    def gives_top_logprobs(self) -> bool:
+        """Whether the model's engine is one of this process that can."""
+        engines = (getattr(part, "engine", None) for part in with_inner(self._root))
+        return any("top_logprobs" in getattr(each, "extra_settings", ()) for each in engines)
 
     def messages(self, value: object) -> list[ChatMessage]:
         """Return OpenAI's chat messages in the gateway's form: equal histories compare equal."""
@@ -489,9 +498,10 @@ class GatewaySession:
         if isinstance(call.prompt, np.ndarray):
             return len(call.prompt)
         # In a separate session, since counting must not change what later prompts continue.
-        prompt = TokenSession(renderer).prepare(
-            call.prompt, call.tools or None, message_type=call.message_type
+        asked = ModelCall(
+            call.prompt, call.sampling, tools=call.tools or None, message_type=call.message_type
         )
+        prompt, _ = TokenSession(renderer).prepare_call(asked)
         return len(prompt.ids)
 
     def _step_of(self, answer_id: str) -> int:
@@ -698,13 +708,20 @@ class GatewaySession:
             round(now - self._began_s, 6),
             now,
             on_delta=listen if call.stream else None,
-            reports_tokens=bool(call.options.keys() & {"logprobs", "token_ids"}),
+            # The likeliest tokens beside them are known when the answer is whole, and come with it.
+            reports_tokens=bool(call.options.keys() & {"logprobs", "token_ids"})
+            and not call.sampling.extra.get("top_logprobs"),
         )
         response = self._with_own_ids(await asked.to(self._client), flight.head.id)
+        if "top_logprobs" in response.info:
+            info = dict(response.info)
+            flight.top = info.pop("top_logprobs")
+            place = None if response.call is None else (response.tree, response.call)
+            response = response.at(place, info=info)
         # Agents send the same fields with every call; the first that has one keeps its note.
         if new := {name: call.notes[name] for name in call.notes.keys() - self._noted}:
             self._noted |= new.keys()
-            response = response.annotated(notes=new)
+            response = response.annotated(notes={**response.info.get("notes", {}), **new})
         # From here on it cannot be cancelled: sampled tokens are recorded, even if no caller waits.
         flight.is_sampled = True
         return await self._keep(flight, call, prompt, response)
@@ -860,6 +877,7 @@ class GatewaySession:
             num_cached_tokens=int(response.info.get("num_cached_tokens", 0)),
             options=flight.options,
             decode=self._decode,
+            top=flight.top,
         )
 
     # -- closing, and restoring after a restart --------------------------------------------------

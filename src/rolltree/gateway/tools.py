@@ -63,7 +63,7 @@ def chat_call(call: ChatMessage, custom: Sequence[str]) -> ChatMessage:
 
 
 TOOL_NOTES = {
-    "strict": "schemas of tools are shown, and nothing makes the model keep to them",
+    "strict": "schemas of tools are shown, and only a call that tool_choice forces is held to them",
     "defer_loading": "all tools are offered from the start",
     "input_examples": "chat templates have no place for examples of inputs",
     "output_schema": "chat templates have no place for the schema of a result",

@@ -16,6 +16,7 @@ from rolltree.gateway.openai_chat import (
     ids_in,
 )
 from rolltree.gateway.protocol import Answering, WireProtocol
+from rolltree.inference.engine import TopLogprobs
 from rolltree.inference.request_fields import FIELDS
 from rolltree.values.types import FloatArray, IntArray
 from rolltree.web.guard import RequestError
@@ -71,7 +72,9 @@ class TokenWriter(CompletionWriter):
     def _prompt(self, ids: IntArray | None) -> dict[str, Any]:
         return super()._prompt(ids) if self._wants_prompt else {}
 
-    def _tokens(self, ids: IntArray, values: FloatArray, decode: Decode) -> dict[str, Any]:
+    def _tokens(
+        self, ids: IntArray, values: FloatArray, decode: Decode, top: Sequence[TopLogprobs]
+    ) -> dict[str, Any]:
         listed = ids.tolist()
         if not self._wants_logprobs:
             return {"token_ids": listed}

@@ -89,11 +89,16 @@ class ChatRenderer:
         end_ids: Sequence[int] = (),
         control_in_messages: bool = False,
     ) -> None:
+        arguments = {k: v for k, v in locals().items() if k not in ("self", "tokenizer")}
         if history not in ("keep", "template"):
             raise ConfigError(
                 f"unknown history mode {history!r}." + did_you_mean(history, ("keep", "template"))
             )
         self.history: History = history
+        self._arguments = arguments
+        self._others: dict[str, ChatRenderer] = {}
+        self.asked_names: tuple[str, ...] = ()
+        """Names of `chat_template_kwargs`; see `with_variables`."""
         self.control_in_messages = control_in_messages
         self.tokenizer = tokenizer
         self.vocabulary = Vocabulary(tokenizer)
@@ -131,6 +136,18 @@ class ChatRenderer:
                 "in the content. Name it with reasoning=, or give a ReasoningFormat (docs/tools.md)"
             )
 
+    def with_variables(self, variables: Mapping[str, Any]) -> ChatRenderer:
+        """Return a renderer with further names for the template; the same one if there are none.
+
+        Raises:
+            TemplateError: the template fails with them.
+        """
+        if not variables:
+            return self
+        from rolltree.inference.rendering import other_renderer
+
+        return other_renderer(self, self._arguments, self._others, variables)
+
     def _variant(self, tools: Sequence[ToolSchema] | None) -> Glue:
         """Return the template for a call with or without tools.
 
@@ -158,10 +175,43 @@ class ChatRenderer:
         Raises:
             TemplateError: the template rejects these messages.
         """
-        text = self._variant(tools).template.render_history(
+        text = self.text(messages, tools, add_generation_prompt=add_generation_prompt)
+        return self.vocabulary.encode_start(text)
+
+    def text(
+        self,
+        messages: Sequence[ChatMessage],
+        tools: Sequence[ToolSchema] | None = None,
+        *,
+        add_generation_prompt: bool = True,
+    ) -> str:
+        """Return the text of a prompt; raises as `render`."""
+        return self._variant(tools).template.render_history(
             self._as_text(messages), tools, add_generation_prompt=add_generation_prompt
         )
-        return self.vocabulary.encode_start(text)
+
+    def notes(
+        self, messages: Sequence[ChatMessage], tools: Sequence[ToolSchema] | None = None
+    ) -> dict[str, str]:
+        """Return what of a conversation its prompt shows in another way than asked, by its name."""
+        template = self._variant(tools).template
+        unread = [name for name in self.asked_names if name not in template.source]
+        why = "the chat template reads no such name"
+        shown = template.notes(messages, tools)
+        return shown | {f"chat_template_kwargs.{name}": why for name in unread}
+
+    def begun_text(
+        self, messages: Sequence[ChatMessage], tools: Sequence[ToolSchema] | None = None
+    ) -> str:
+        """Return the text of a prompt that ends with the final message, inside its turn.
+
+        Raises:
+            TemplateError: the template rejects these messages, or does not show the final one.
+            UnsupportedSetting: the final message is not an assistant's text.
+        """
+        from rolltree.inference.rendering import begun, until_mark
+
+        return until_mark(self.text(begun(messages), tools, add_generation_prompt=False))
 
     def _as_text(self, messages: Sequence[ChatMessage]) -> Sequence[ChatMessage]:
         """Return the messages changed so that control tokens in them are encoded as text."""
@@ -182,6 +232,11 @@ class ChatRenderer:
             return "response_template", "response_template"
         return self._parser.tool_parser, self._parser.reasoning
 
+    @property
+    def parser(self) -> CompletionParser:
+        """What reads answers."""
+        return self._parser
+
     def shows_tools(self, tools: Sequence[ToolSchema]) -> bool:
         """Whether the template names any of the tools in a prompt; True if it rejects the probe."""
         template = self._variant(tools).template
@@ -199,25 +254,37 @@ class ChatRenderer:
         messages: Sequence[ChatMessage],
         num_old: int,
         tools: Sequence[ToolSchema] | None = None,
+        *,
+        continues: bool = False,
     ) -> Continuation:
         """Return how the prompt for `messages` continues an earlier call.
 
         `previous_ids` are that call's prompt and completion, int32 `[_T]`; `messages[:num_old]`
         ends with the assistant message that it returned. A turn that was cut short (no end token as
         its last id) is closed first: the closing token is context, never a sampled token. Cost is
-        O(new tokens) with `history="keep"`.
+        O(new tokens) with `history="keep"`. With `continues` the prompt ends with the last message.
         """
+        asked = messages
+        if continues:
+            from rolltree.inference.rendering import begun, until_mark
+
+            messages = begun(messages)
         # The assistant's message is not rendered again: its ids are those that were sampled.
         assistant, new = messages[num_old - 1], self._as_text(messages[num_old:])
         variant = self._variant(tools)
         try:
             last_id = int(previous_ids[-1]) if len(previous_ids) else None
-            ids, text = variant.suffix(last_id, assistant, new, tools, messages[: num_old - 1])
+            before = messages[: num_old - 1]
+            ids, text = variant.suffix(last_id, assistant, new, tools, before, opener=not continues)
         # Rare; with history="keep", only this case costs O(history).
         except GlueError as error:
-            return Continuation(None, self.render(messages, tools), str(error))
+            whole = self.begun_text(asked, tools) if continues else self.text(messages, tools)
+            return Continuation(None, self.vocabulary.encode_start(whole), str(error))
+        if continues:
+            text = until_mark(text)
+            ids = self.vocabulary.encode(text)
         if self.history == "template":
-            whole = variant.template.render_history(self._as_text(messages), tools)
+            whole = self.begun_text(asked, tools) if continues else self.text(messages, tools)
             # Compared as text, to see whether the template still shows the history unchanged.
             kept = self.vocabulary.decode(previous_ids)
             shown, now = whole.replace(BOUNDARY, ""), kept + text.replace(BOUNDARY, "")
@@ -261,23 +328,34 @@ class ChatRenderer:
         finish_reason: FinishReason = FinishReason.STOP,
         tools: Sequence[ToolSchema] | None = None,
         ids: Sequence[int] | IntArray | None = None,
+        begun: str = "",
     ) -> ParsedCompletion:
         """Read an answer's text (no end token) as an assistant message.
 
-        With the sampled `ids` a mark that the model spelled in letters is told from the token.
+        With the sampled `ids` a mark that the model spelled in letters is told from the token. The
+        message has only what comes after `begun`, the part of the answer that the prompt has.
         """
+        if begun:
+            from rolltree.inference.rendering import parse_begun
+
+            return parse_begun(self, begun, text, finish_reason, tools, ids)
         places = None if ids is None else self._parser.places(text, ids, self.decode)
         return self._parser.parse(text, finish_reason, tools, places)
 
     def reading(
-        self, tools: Sequence[ToolSchema] | None, places: set[int] | None = None
+        self,
+        tools: Sequence[ToolSchema] | None,
+        places: set[int] | None = None,
+        *,
+        is_begun: bool = False,
     ) -> Reading:
         """Return the state of an answer that is read while it is written.
 
         `places` says where mark tokens begin in its text, and grows with it; None if the ids are
-        not known.
+        not known. `is_begun`: the prompt has the beginning of the answer, and so of its text.
         """
-        return self._parser.reading(tools, places)
+        parser = self._parser.after_reasoning() if is_begun else self._parser
+        return parser.reading(tools, places)
 
     @property
     def mark_tokens(self) -> Mapping[int, str]:

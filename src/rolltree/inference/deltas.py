@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -34,12 +35,17 @@ class SettledText:
     Adding a token decodes a few tokens, not the whole answer.
     """
 
-    def __init__(self, renderer: ChatRenderer, sampling: SamplingParams) -> None:
+    def __init__(self, renderer: ChatRenderer, sampling: SamplingParams, begun: str = "") -> None:
         self._decode, self._stop = renderer.decode, sampling.stop
+        # What the prompt has of the answer is part of its text, but stop strings end what follows.
+        self._begun = begun
         self._silent = {*renderer.end_ids, *sampling.stop_token_ids}
         self._marks = renderer.mark_tokens
         self.places: set[int] | None = set() if self._marks else None
         """Where mark tokens begin in the text; None if no mark of the formats is a token."""
+        if self.places is not None and begun:
+            marks = "|".join(map(re.escape, self._marks.values()))
+            self.places.update(found.start() for found in re.finditer(marks, begun))
         self._window: list[int] = []
         # How many ids of the window are part of `_text` already: they stay, since tokenizers decode
         # an id in context (the space before a word, a character of several ids).
@@ -58,16 +64,17 @@ class SettledText:
                 del self._window[: self._num_read]
                 self._num_read = len(self._window)
                 if self.places is not None and token in self._marks:
-                    self.places.add(len(self._text) - len(self._marks[token]))
+                    before = len(self._begun) + len(self._text)
+                    self.places.add(before - len(self._marks[token]))
         text = cut_at_stop(self._text, self._stop)
-        return text[: len(text) - unsettled(text, self._stop)]
+        return self._begun + text[: len(text) - unsettled(text, self._stop)]
 
 
 class TextDeltas:
     """The new text of one choice since the previous call."""
 
-    def __init__(self) -> None:
-        self._given = ""
+    def __init__(self, given: str = "") -> None:
+        self._given = given
 
     def next(self, text: str) -> str:
         """Return the part of `text` after what was returned before; empty if they differ."""
@@ -88,9 +95,10 @@ class MessageDeltas:
         renderer: ChatRenderer,
         tools: Sequence[ToolSchema] | None,
         places: set[int] | None = None,
+        begun: str = "",
     ) -> None:
-        self._answer = renderer.reading(tools, places)
-        self._reasoning, self._content = TextDeltas(), TextDeltas()
+        self._answer = renderer.reading(tools, places, is_begun=bool(begun))
+        self._reasoning, self._content = TextDeltas(), TextDeltas(begun)
         self._is_new = True
 
     def next(self, text: str) -> dict[str, Any]:
@@ -137,15 +145,21 @@ class TokenListener:
     """
 
     def __init__(
-        self, renderer: ChatRenderer, call: ModelCall, num_prompt_tokens: int | None = None
+        self,
+        renderer: ChatRenderer,
+        call: ModelCall,
+        begun: str = "",
+        num_prompt_tokens: int | None = None,
     ) -> None:
         assert call.on_delta is not None
         self._more = {} if num_prompt_tokens is None else {"num_prompt_tokens": num_prompt_tokens}
         self._reports_tokens = call.reports_tokens
-        self._text, self._on_delta = SettledText(renderer, call.sampling), call.on_delta
+        self._text, self._on_delta = SettledText(renderer, call.sampling, begun), call.on_delta
         is_chat = isinstance(call.prompt, list)
         self._deltas = (
-            MessageDeltas(renderer, call.tools, self._text.places) if is_chat else TextDeltas()
+            MessageDeltas(renderer, call.tools, self._text.places, begun)
+            if is_chat
+            else TextDeltas()
         )
         self._loop = asyncio.get_running_loop()
 

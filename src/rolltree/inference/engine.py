@@ -56,6 +56,10 @@ _NO_EFFECT: dict[str, tuple[object, ...]] = {
 """Request fields of servers, and the values that ask for what an engine does anyway."""
 
 
+TopLogprobs = tuple[tuple[int, float], ...]
+"""The most likely tokens at one place, the likeliest first, and their logprobs."""
+
+
 @dataclass(frozen=True, slots=True)
 class EngineOutput:
     """One completion; arrays have shape `[_C]`: one entry per sampled token, with the end token.
@@ -63,7 +67,9 @@ class EngineOutput:
     `logprobs` are under the distribution sampled from (at temperature 0, that of temperature 1),
     `raw_logprobs` under the model's own softmax, if the engine has them. `stop` is the stop string,
     or the id in `stop_token_ids`, that ended the completion; None if an end token or the length
-    limit did. `routed_experts` is as in `ModelResponse`, if the engine records it.
+    limit did. `routed_experts` is as in `ModelResponse`, if the engine records it. `top` and
+    `raw_top` have the likeliest tokens at each place under the one and the other distribution, if
+    `top_logprobs` asks for them.
     """
 
     completion_ids: IntArray
@@ -76,6 +82,8 @@ class EngineOutput:
     wait_s: float  # before it was admitted, and while the engine was paused
     raw_logprobs: FloatArray | None = None
     routed_experts: Any = None
+    top: tuple[TopLogprobs, ...] = ()
+    raw_top: tuple[TopLogprobs, ...] = ()
 
 
 class SampledToken(NamedTuple):
@@ -85,6 +93,8 @@ class SampledToken(NamedTuple):
     logprob: float
     raw_logprob: float | None
     version: int
+    top: TopLogprobs = ()
+    raw_top: TopLogprobs = ()
 
 
 @dataclass(slots=True, eq=False)
@@ -149,6 +159,8 @@ class EngineThread(ABC, Generic[RequestT]):
     survives_failed_steps: ClassVar[bool] = False
     extra_settings: ClassVar[Collection[str]] = ()
     """Names in `SamplingParams.extra` that the engine obeys."""
+    takes_grammars: bool = False
+    """Whether `structured_outputs` may have a grammar of llguidance's."""
     vocab_size: int
 
     def __init__(
@@ -269,6 +281,13 @@ class EngineThread(ABC, Generic[RequestT]):
         self._wake()
         return queued
 
+    def prepare(self, sampling: SamplingParams) -> None:
+        """Do what may take long before a request with these settings; safe in any thread.
+
+        Raises:
+            UnsupportedSetting: the engine does not support a setting.
+        """
+
     def _wake(self) -> None:
         with self._condition:
             self._condition.notify_all()
@@ -282,6 +301,7 @@ class EngineThread(ABC, Generic[RequestT]):
         check_sampling(sampling)
         extra = extra_of(sampling)
         check_extra(extra, self.extra_settings, self.label)
+        self.prepare(sampling)  # not under the lock, which the engine's thread needs
         with self._condition:
             # Under the lock, so that no request is queued after the last step.
             self._check_running()

@@ -177,12 +177,14 @@ class Glue:
         new_messages: Sequence[ChatMessage],
         tools: Sequence[ToolSchema] | None = None,
         before: Sequence[ChatMessage] = PROBE,
+        *,
+        opener: bool = True,
     ) -> tuple[IntArray, str]:
         """Return the ids (int32 `[_T]`) and text to append to sampled ids that end with `last_id`.
 
         The template's closing token is left out if the sampled ids end with it, or with another
         end token in its place. `before` are the messages before the `assistant`, which are rendered
-        only if the new text depends on them.
+        only if the new text depends on them. `opener`: open the next answer's turn at the end.
 
         Raises:
             GlueError: the template gives no verifiable cut for this continuation.
@@ -194,9 +196,9 @@ class Glue:
             probe = {**probe, "tool_calls": calls[-1:]}
         # The text between turns depends on the kinds of messages; their contents are inserted
         # unchanged.
-        shape = ("tool_calls" in probe, bool(tools), *map(_shape, new_messages))
+        shape = ("tool_calls" in probe, bool(tools), opener, *map(_shape, new_messages))
         if shape not in self._verdicts:
-            self._verdicts[shape] = self._verify(probe, new_messages, tools)
+            self._verdicts[shape] = self._verify(probe, new_messages, tools, opener)
         verdict = self._verdicts[shape]
         shown = tools if verdict.show_tools else None
         context: Sequence[ChatMessage] = PROBE
@@ -204,7 +206,7 @@ class Glue:
             context, shown = before, tools
         elif verdict.problem is not None:
             raise GlueError(verdict.problem)
-        text = self._cut(context, probe, new_messages, shown)
+        text = self._cut(context, probe, new_messages, shown, opener)
         ids = self._vocabulary.encode(text)
         num_closed = self._num_closed(last_id, ids)
         # The sampled ids ended the turn; the template's own close would be a second one.
@@ -242,10 +244,13 @@ class Glue:
         probe: ChatMessage,
         new_messages: Sequence[ChatMessage],
         tools: Sequence[ToolSchema] | None,
+        opener: bool,
     ) -> str:
         """Return what the template writes from the close of `probe` to the next opener."""
         try:
-            text = self.template.render_history([*context, probe, *new_messages], tools)
+            text = self.template.render_history(
+                [*context, probe, *new_messages], tools, add_generation_prompt=opener
+            )
         except TemplateError as error:
             raise GlueError(f"the template rejects the probe conversation ({error})") from error
         if text.count(SENTINEL) != 1:
@@ -275,23 +280,26 @@ class Glue:
         probe: ChatMessage,
         new_messages: Sequence[ChatMessage],
         tools: Sequence[ToolSchema] | None,
+        opener: bool,
     ) -> _Verdict:
         show = self._shows_tools_first(probe, new_messages, tools)
         shown = tools if show else None
         try:
-            text = self._cut(PROBE, probe, new_messages, shown)
+            text = self._cut(PROBE, probe, new_messages, shown, opener)
             # A template may write a message differently in a longer conversation.
             longer = _LONG_CALLS if "tool_calls" in probe else _LONG_PROBE
-            after_more = self._cut(longer, probe, new_messages, shown)
+            after_more = self._cut(longer, probe, new_messages, shown, opener)
         except GlueError as error:
             return _Verdict(show, str(error))
-        hidden = self._hidden(probe, new_messages, shown)
+        hidden = self._hidden(probe, new_messages, shown, opener)
         if hidden is not None:
             return _Verdict(show, hidden)
         depends = after_more != text
         ids = self._vocabulary.encode(text)
         # A tokenizer may join the end of the answer with the beginning of what follows.
-        rendered = self.template.render_history([*PROBE, probe, *new_messages], shown)
+        rendered = self.template.render_history(
+            [*PROBE, probe, *new_messages], shown, add_generation_prompt=opener
+        )
         whole = self._vocabulary.encode(rendered)
         if whole[len(whole) - len(ids) :].tolist() != ids.tolist():
             problem = "the tokenizer splits the new text differently inside the conversation"
@@ -303,6 +311,7 @@ class Glue:
         probe: ChatMessage,
         new_messages: Sequence[ChatMessage],
         tools: Sequence[ToolSchema] | None,
+        opener: bool,
     ) -> str | None:
         """Return what is wrong if a new message is not rendered in its place, or None.
 
@@ -313,7 +322,7 @@ class Glue:
         markers = [f"{SENTINEL[::-1]}{index}x" for index in range(len(new_messages))]
         marked = [_marked(*pair) for pair in zip(new_messages, markers, strict=True)]
         try:
-            text = self._cut(PROBE, probe, marked, tools)
+            text = self._cut(PROBE, probe, marked, tools, opener)
         except GlueError as error:
             return str(error)
         for message, marker in zip(new_messages, markers, strict=True):

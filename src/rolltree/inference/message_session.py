@@ -8,7 +8,6 @@ begin with that call's ids.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from itertools import chain
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import numpy as np
@@ -16,7 +15,6 @@ import numpy as np
 from rolltree._helpers.untrusted import read_json
 from rolltree.inference.call import Answer, CallTree, ModelCall, record_of
 from rolltree.inference.message_index import MessageIndex
-from rolltree.inference.other_forms import other_forms
 from rolltree.inference.parse import read_answer
 from rolltree.inference.request_fields import outgoing
 from rolltree.inference.session import check_message_type
@@ -119,7 +117,7 @@ class MessageSession:
         Tokens for which the server reports no policy version get `version`. `keeps_raw`: the record
         keeps the response object.
         """
-        prompt = call.prompt
+        prompt, notes = call.prompt, dict[str, str]()
         if isinstance(prompt, np.ndarray):
             outcome = await ask({"prompt": prompt.tolist()}, "completion", call, self)
         else:
@@ -132,8 +130,10 @@ class MessageSession:
                 # Some servers reject an empty list.
                 if call.tools:
                     content["tools"] = list(call.tools)
-            outcome = await self._ask_in_any_form(content, call, ask)
+            outcome, notes = await self._ask_in_any_form(content, call, ask)
         answer = read_outcome(outcome, call, self._tokens, version)
+        if notes:
+            answer.info = {**answer.info, "notes": notes}
         if keeps_raw:
             answer.raw = outcome.value
         # No later prompt continues a prompt of ids.
@@ -142,20 +142,28 @@ class MessageSession:
 
     async def _ask_in_any_form(
         self, content: Mapping[str, Any], call: ModelCall, ask: Ask
-    ) -> Outcome[Any]:
-        """Send a request; if the server refuses what a model wrote earlier, in another form."""
-        first: ServerError | None = None
-        # Other forms are made only if the first one is refused.
-        for form in chain((None,), other_forms(content.get("messages") or ())):
-            sent = content if form is None else {**content, "messages": form}
+    ) -> tuple[Outcome[Any], dict[str, str]]:
+        """Send a request; if the server refuses what a model wrote earlier, in another form.
+
+        With the outcome it returns notes on that form.
+        """
+        try:
+            return await ask(content, call.message_type, call, self), {}
+        except ServerError as error:
+            # The statuses with which servers pass on that a template refused the messages.
+            if error.status not in (400, 422):
+                raise
+            first = error
+        from rolltree.inference.other_forms import other_forms, reminders
+
+        messages = content.get("messages") or ()
+        for form in other_forms(messages):
             try:
-                return await ask(sent, call.message_type, call, self)
+                sent = {**content, "messages": form}
+                return await ask(sent, call.message_type, call, self), reminders(messages, form)
             except ServerError as error:
-                # The statuses with which servers pass on that a template refused the messages.
                 if error.status not in (400, 422):
                     raise
-                first = first or error
-        assert first is not None
         raise first
 
     def complete(self, call: ModelCall, answer: Answer) -> ModelResponse:

@@ -171,9 +171,7 @@ class OpenAIClient(RootClient[OpenAIMemory]):
             limit = await self._context_limit.context(call.model or self._model)
             if limit is not None:
                 by_token.renderer.vocabulary.check_size(size, limit)
-        prompt = by_token.prepare(
-            call.prompt, call.tools, message_type=call.message_type, model=call.model
-        )
+        prompt, call = by_token.prepare_call(call)
         return await self._respond_by_token(by_token, prompt, call, memory.reader)
 
     def recall(
@@ -327,7 +325,9 @@ class OpenAIClient(RootClient[OpenAIMemory]):
         # ones.
         asked = _with_ends(sampling, session.renderer.end_ids)
         sent = prompt.ids.tolist()
-        stream = stream_of_tokens(call, session.renderer, decode_chunk, len(sent))
+        stream = stream_of_tokens(
+            call, session.renderer_of(prompt), decode_chunk, len(sent), prompt.begun
+        )
         outcome = None
         kind: MessageType = "chat"  # the token-in endpoint's logprobs have the shape of chat's
         if self.token_endpoint != "completions" and _takes_ids(sampling):

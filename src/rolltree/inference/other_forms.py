@@ -27,6 +27,12 @@ _SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 
 
+REMINDER_NOTE = {
+    "messages.system": "the chat template takes no system message later than the first: such a "
+    "message was shown as a turn of the user, in <system-reminder>"
+}
+
+
 def other_forms(messages: Sequence[ChatMessage]) -> Iterator[list[ChatMessage]]:
     """Yield a refused conversation in other forms, the mildest first.
 
@@ -172,13 +178,32 @@ def _in_turns(messages: list[ChatMessage]) -> list[ChatMessage]:
 
 
 def _one_system(messages: list[ChatMessage]) -> list[ChatMessage]:
-    """Make a developer's message a system message, or a later one of either a user's turn."""
+    """Make a developer's message a system message, or a later one of either a user's reminder."""
     made: list[ChatMessage] = []
     for message in messages:
         if message.get("role") in ("system", "developer"):
-            message = {**message, "role": "user" if made else "system"}
+            message = _reminder(message) if made else {**message, "role": "system"}
         made.append(message)
     return made
+
+
+def _reminder(message: ChatMessage) -> ChatMessage:
+    """Return a turn of the user whose text stands in a tag that models know as the system's."""
+    start, end = (f"<{mark}system-reminder>" for mark in ("", "/"))
+    content = message.get("content") or ""
+    if isinstance(content, list | tuple):
+        text = {"type": "text"}
+        content = [{**text, "text": start}, *content, {**text, "text": end}]
+    elif isinstance(content, str) and start not in content:  # an agent may have written it
+        content = f"{start}\n{content}\n{end}"
+    return {**message, "role": "user", "content": content}
+
+
+def reminders(messages: Sequence[ChatMessage], form: Sequence[ChatMessage]) -> dict[str, str]:
+    """Return the note on a form in which system messages became turns of the user, if any did."""
+    num_system = sum(message.get("role") in ("system", "developer") for message in messages)
+    num_left = sum(message.get("role") in ("system", "developer") for message in form)
+    return dict(REMINDER_NOTE) if num_left < num_system else {}
 
 
 def _ends_with_a_turn(messages: list[ChatMessage]) -> list[ChatMessage]:
@@ -247,12 +272,14 @@ class Kind:
     """A kind of conversation that some templates render without what makes its kind.
 
     `probe` is one, whose marks all have to show; `change` makes it a conversation that they show.
+    `is_role`: a template that refuses the probe does not take the role in this place.
     """
 
     occurs: Callable[[Sequence[ChatMessage]], bool]
     change: _Change
     probe: list[ChatMessage]
     num_marks: int = 1
+    is_role: bool = False
 
 
 def _text(role: str, number: int | None = None) -> ChatMessage:
@@ -274,12 +301,14 @@ KINDS: dict[str, Kind] = {
         lambda messages: any(message.get("role") == "developer" for message in messages),
         _developer_as_system,
         [_text("developer", 0), _USER],
+        is_role=True,
     ),
     "later system": Kind(
         lambda messages: any(message.get("role") == "system" for message in messages[1:]),
         _one_system,
         [_text("system", 0), _USER, _ANSWER, _text("system", 1), _USER],
         2,
+        is_role=True,
     ),
     "calls": Kind(
         lambda messages: any(map(_calls, messages)),

@@ -51,7 +51,8 @@ FIELDS: Mapping[str, RequestField] = {
     **_rows("answer", "chat_template_kwargs", {}),
     **_rows("answer", "modalities", ["text"]),
     **_rows("answer", "suffix", ""),
-    **_rows("answer", "add_generation_prompt chat_template documents kv_transfer_params"),
+    **_rows("answer", "add_generation_prompt", True),
+    **_rows("answer", "chat_template documents kv_transfer_params"),
     **_rows("answer", "prompt_logprobs return_routed_experts truncate_prompt_tokens"),
     **_rows("hint", "parallel_tool_calls", True),
     **_rows("answer", "audio"),
@@ -65,6 +66,53 @@ FIELDS: Mapping[str, RequestField] = {
 }
 KNOWN_FIELDS = frozenset(FIELDS)
 _UNKNOWN = RequestField("shaping")
+CONSTRAINTS = (
+    *("response_format", "structured_outputs"),
+    *("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
+)
+"""The fields that ask for a form of the answer; so does `tool_choice`."""
+
+
+class Rendering(NamedTuple):
+    """How a call's prompt is rendered: names for the template, and whether it ends in an answer.
+
+    With `continues` the last message is the beginning of the answer, which goes on from there.
+    """
+
+    variables: Mapping[str, Any] = {}
+    continues: bool = False
+
+
+PLAIN = Rendering()
+RENDERING = ("chat_template_kwargs", "add_generation_prompt", "continue_final_message")
+"""The fields that say how a chat's prompt is rendered."""
+
+
+def split_rendering(sampling: SamplingParams) -> tuple[Rendering, SamplingParams]:
+    """Return how the prompt is to be rendered, and the settings that are left for the engine.
+
+    Raises:
+        UnsupportedSetting: a value cannot be followed.
+    """
+    extra = sampling.extra
+    body = extra.get("extra_body") or {} if extra else {}
+    if not extra or not any(name in extra or name in body for name in RENDERING):
+        return PLAIN, sampling
+    from rolltree.inference.rendering import split
+
+    return split(sampling)
+
+
+def is_form(name: str, value: Any) -> bool:
+    """Whether a field of `CONSTRAINTS`, or `tool_choice`, asks for a form of the answer."""
+    return value is not None and value not in FIELDS[name].neutral
+
+
+def asks_for_form(extra: Mapping[str, Any]) -> bool:
+    """Whether a request's settings, or their `extra_body`, ask for a form of the answer."""
+    bodies = (extra, extra.get("extra_body") or {}) if extra else ()
+    names = (*CONSTRAINTS, "tool_choice")
+    return any(is_form(name, body.get(name)) for body in bodies for name in names)
 
 
 def check_choice(name: str, value: str, known: Sequence[str]) -> None:

@@ -16,6 +16,7 @@ import numpy as np
 from rolltree.inference.call import Answer, CallTree, record_of
 from rolltree.inference.chat import ChatRenderer
 from rolltree.inference.message_index import MessageIndex
+from rolltree.inference.request_fields import PLAIN, Rendering, split_rendering
 from rolltree.tokens.buffers import as_ids
 from rolltree.values.errors import ConfigError
 from rolltree.values.types import (
@@ -44,6 +45,14 @@ class Prompt:
     messages: Messages = ""
     tools: Sequence[ToolSchema] | None = None
     model: str | None = None
+    rendering: Rendering = PLAIN
+
+    @property
+    def begun(self) -> str:
+        """The beginning of the answer, if the prompt has one."""
+        if not self.rendering.continues or isinstance(self.messages, str):
+            return ""
+        return str(self.messages[-1]["content"])
 
 
 class TokenSession:
@@ -59,6 +68,25 @@ class TokenSession:
         self._index = MessageIndex()
         self._texts: list[_Text] = []
 
+    def prepare_call(self, call: ModelCall) -> tuple[Prompt, ModelCall]:
+        """Return a call's prompt, and the call without the settings that say how it is rendered.
+
+        Raises as `prepare` does, and `UnsupportedSetting` for such a setting.
+        """
+        assert not isinstance(call.prompt, np.ndarray)
+        rendering, sampling = split_rendering(call.sampling)
+        if rendering != PLAIN:
+            from rolltree.inference.rendering import check_rendering
+
+            check_rendering(rendering, sampling, call.message_type)
+        own = {"message_type": call.message_type, "model": call.model, "rendering": rendering}
+        prompt = self.prepare(call.prompt, call.tools, **own)  # type: ignore[arg-type]
+        return prompt, call if sampling is call.sampling else replace(call, sampling=sampling)
+
+    def renderer_of(self, prompt: Prompt) -> ChatRenderer:
+        """Return the renderer of a prompt."""
+        return self.renderer.with_variables(prompt.rendering.variables)
+
     def prepare(
         self,
         messages: Messages,
@@ -66,6 +94,7 @@ class TokenSession:
         *,
         message_type: MessageType = "chat",
         model: str | None = None,
+        rendering: Rendering = PLAIN,
     ) -> Prompt:
         """Return the prompt for `messages` (a string when `message_type` is "completion").
 
@@ -77,18 +106,31 @@ class TokenSession:
         if isinstance(messages, str):
             return self._prepare_text(messages, model)
         messages = list(messages)  # the caller may append to its list while the engine samples
+        renderer = self.renderer.with_variables(rendering.variables)
         match = self._index.find(messages, tools, model)
+        if match is not None and match.num_old == len(messages) and rendering.continues:
+            from rolltree.inference.rendering import ends_with
+
+            known = self._calls.path(match.call)
+            if ends_with(renderer, known, messages[-1]):
+                return Prompt(known, match.call, None, messages, tools, model, rendering)
+            match = self._index.find(messages[:-1], tools, model)
         if match is None:
-            ids = self.renderer.render(messages, tools)
-            return Prompt(ids, None, None, messages, tools, model)
+            if rendering.continues:
+                ids = renderer.vocabulary.encode_start(renderer.begun_text(messages, tools))
+            else:
+                ids = renderer.render(messages, tools)
+            return Prompt(ids, None, None, messages, tools, model, rendering)
         # The exact ids, sampled ones included: nothing is tokenized again.
         known = self._calls.path(match.call)
-        found = self.renderer.continuation(known, messages, match.num_old, tools)
+        found = renderer.continuation(
+            known, messages, match.num_old, tools, continues=rendering.continues
+        )
         if found.suffix is not None:
             ids = np.concatenate((known, found.suffix))
-            return Prompt(ids, match.call, None, messages, tools, model)
+            return Prompt(ids, match.call, None, messages, tools, model, rendering)
         assert found.rendered is not None
-        return Prompt(found.rendered, None, found.reason, messages, tools, model)
+        return Prompt(found.rendered, None, found.reason, messages, tools, model, rendering)
 
     def complete(self, prompt: Prompt, answer: Answer, call: ModelCall) -> ModelResponse:
         """Return the record of what was sampled after `prompt`; later prompts can continue it.
@@ -107,6 +149,12 @@ class TokenSession:
         self._read_message(prompt, answer)
         if prompt.reason:
             answer.info = {**answer.info, "rerendered": prompt.reason}
+        if not isinstance(prompt.messages, str) and (
+            notes := self.renderer_of(prompt).notes(prompt.messages, prompt.tools)
+        ):
+            answer.info = {**answer.info, "notes": notes}
+        if prompt.rendering != PLAIN:
+            answer.info = {**answer.info, "rendering": prompt.rendering._asdict()}
         answer.num_prompt_tokens = len(prompt.ids)
         # Without ids there is no path: such a call can be evaluated but not trained.
         if ids is None:
@@ -132,6 +180,7 @@ class TokenSession:
         if prompt_ids is None or response.completion_ids is None:
             return response
         extends, is_ours = None, False
+        rendering = Rendering(**response.info.get("rendering", {}))
         if isinstance(messages, str):
             is_ours = np.array_equal(self._prepare_text(messages, model).ids, prompt_ids)
         else:
@@ -139,7 +188,8 @@ class TokenSession:
             # The first prompt of a conversation proves that its ids are this model's; later calls
             # continue it.
             if match is None:
-                is_ours = np.array_equal(self.renderer.render(messages, tools), prompt_ids)
+                own = self.prepare(messages, tools, model=model, rendering=rendering)
+                is_ours = np.array_equal(own.ids, prompt_ids)
             else:
                 is_ours, earlier = True, self._calls.path(match.call)
                 if np.array_equal(prompt_ids[: len(earlier)], earlier):
@@ -147,7 +197,7 @@ class TokenSession:
         if not is_ours:
             return without_ids(response)
         made = self._calls.adopt(response, extends)
-        self._keep(Prompt(prompt_ids, extends, None, messages, tools, model), made)
+        self._keep(Prompt(prompt_ids, extends, None, messages, tools, model, rendering), made)
         return made
 
     def _keep(self, prompt: Prompt, response: ModelResponse) -> None:
@@ -159,8 +209,12 @@ class TokenSession:
             size, call_id = len(prompt.ids) + num_kept, response.call_id
             self._texts.append(_Text(prompt.model, prompt.messages + kept_text, call_id, size))
         else:
-            message, call_id = response.message, response.call_id
-            self._index.add(prompt.messages, message, call_id, prompt.tools, prompt.model)
+            messages, message, call_id = prompt.messages, response.message, response.call_id
+            if prompt.rendering.continues:
+                # In later prompts both are one message.
+                said = f"{prompt.begun}{message.get('content') or ''}"
+                messages, message = messages[:-1], {**message, "content": said}
+            self._index.add(messages, message, call_id, prompt.tools, prompt.model)
 
     def _read_message(self, prompt: Prompt, answer: Answer) -> None:
         """Set the answer's message and its finish reason, which may become tool calls."""
@@ -168,8 +222,8 @@ class TokenSession:
         if isinstance(prompt.messages, str):
             answer.message = {"role": "assistant", "content": answer.text}
             return
-        parsed = self.renderer.parse_text(
-            answer.text, answer.finish_reason, prompt.tools, answer.completion_ids
+        parsed = self.renderer_of(prompt).parse_text(
+            answer.text, answer.finish_reason, prompt.tools, answer.completion_ids, prompt.begun
         )
         answer.message, answer.finish_reason = parsed.message, parsed.finish_reason
 

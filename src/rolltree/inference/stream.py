@@ -182,18 +182,23 @@ class CompletionStream:
 
 
 def stream_of_tokens(
-    call: ModelCall, renderer: ChatRenderer, decode: DecodeChunk, num_prompt_tokens: int
+    call: ModelCall,
+    renderer: ChatRenderer,
+    decode: DecodeChunk,
+    num_prompt_tokens: int,
+    begun: str = "",
 ) -> CompletionStream | None:
     """Return the stream of a call whose answer is parsed here, from ids; None without a listener.
 
-    The prompt is sent as ids.
+    The prompt is sent as ids; it has `begun`, the beginning of the answer.
     """
     if call.on_delta is None:
         return None
     listener = DeltaListener(call.on_delta)
 
     def follow() -> Callable[[ChunkChoice], None]:
-        tokens = TokenListener(renderer, replace(call, on_delta=listener), num_prompt_tokens)
+        asked = replace(call, on_delta=listener)
+        tokens = TokenListener(renderer, asked, begun, num_prompt_tokens)
 
         def take(choice: ChunkChoice) -> None:
             ids = choice.token_ids or ()

@@ -120,12 +120,7 @@ class ChatTemplate:
             TemplateError: the template rejects every form, or exceeds its limits.
             UnsupportedSetting: a message holds something other than text.
         """
-        if not _is_usual(messages):
-            from rolltree.inference.other_forms import KINDS
-
-            for name, kind in KINDS.items():
-                if kind.occurs(messages) and self._leaves_out(name, tools):
-                    messages = kind.change(list(messages))
+        messages = self._shown(messages, tools)[0]
         try:
             return self.render(messages, tools, add_generation_prompt=add_generation_prompt)
         except TemplateLimitError:
@@ -144,8 +139,38 @@ class ChatTemplate:
         # It is about the messages as they are.
         raise first
 
+    def notes(
+        self, messages: Sequence[ChatMessage], tools: Sequence[ToolSchema] | None = None
+    ) -> dict[str, str]:
+        """Return what of a conversation is shown in another role than its own, by its name."""
+        roles = ("system", "developer")
+        is_late = any(message.get("role") in roles for message in messages[1:])
+        if not is_late or "later system" not in self._shown(messages, tools)[1]:
+            return {}
+        from rolltree.inference.other_forms import REMINDER_NOTE
+
+        return dict(REMINDER_NOTE)
+
+    def _shown(
+        self, messages: Sequence[ChatMessage], tools: Sequence[ToolSchema] | None
+    ) -> tuple[Sequence[ChatMessage], list[str]]:
+        """Return messages as the template shows all of them, and the kinds that were changed."""
+        changed: list[str] = []
+        if not _is_usual(messages):
+            from rolltree.inference.other_forms import KINDS
+
+            for name, kind in KINDS.items():
+                if kind.occurs(messages) and self._leaves_out(name, tools):
+                    messages = kind.change(list(messages))
+                    changed.append(name)
+        return messages, changed
+
     def _leaves_out(self, name: str, tools: Sequence[ToolSchema] | None) -> bool:
-        """Whether a short conversation of this kind is rendered without what makes its kind."""
+        """Whether a short conversation of this kind is rendered without what makes its kind.
+
+        A role that is refused counts as left out: then every conversation has the same form,
+        whichever of its messages are new.
+        """
         from rolltree.inference.other_forms import KINDS, MARK
 
         key = (name, bool(tools))
@@ -157,9 +182,8 @@ class ChatTemplate:
                 )
             except TemplateLimitError:
                 raise
-            # Refused, and so not left out.
             except TemplateError:
-                self._hidden[key] = False
+                self._hidden[key] = KINDS[name].is_role
         return self._hidden[key]
 
     def _render(

@@ -99,9 +99,7 @@ class ScriptedClient(RootClient[_ScriptedMemory]):
             prompt = Prompt(call.prompt)
         else:
             asked = call.prompt if isinstance(call.prompt, str) else list(call.prompt)
-            prompt = memory.prepare(
-                call.prompt, call.tools, message_type=call.message_type, model=call.model
-            )
+            prompt, _ = memory.prepare_call(call)
         # `ScriptedCall.prompt` shows how a prompt was continued; given ids were not rendered.
         rendered = None if isinstance(call.prompt, np.ndarray) else prompt
         tools, model = tuple(call.tools or ()), call.model or self._model
@@ -110,7 +108,7 @@ class ScriptedClient(RootClient[_ScriptedMemory]):
         # with a real one.
         await asyncio.sleep(self.delay_s)
         reply = tokens_of(await memory.script.next(asked), self.renderer, call.sampling)
-        await self._stream(reply, call, len(prompt.ids))
+        await self._stream(reply, call, tokens, prompt)
         answer = Answer(
             reply.finish_reason,
             text=reply.text,
@@ -121,13 +119,16 @@ class ScriptedClient(RootClient[_ScriptedMemory]):
         )
         return tokens.complete(prompt, answer, call)
 
-    async def _stream(self, reply: ScriptedTokens, call: ModelCall, num_prompt_tokens: int) -> None:
+    async def _stream(
+        self, reply: ScriptedTokens, call: ModelCall, memory: TokenSession, prompt: Prompt
+    ) -> None:
         """Report all tokens except the last one by one, as an engine does."""
         if call.on_delta is None:
             if self.token_delay_s:
                 await asyncio.sleep(self.token_delay_s * len(reply.ids))
             return
-        listener = TokenListener(self.renderer, call, num_prompt_tokens)
+        renderer = memory.renderer_of(prompt)
+        listener = TokenListener(renderer, call, prompt.begun, len(prompt.ids))
         for token, logprob in zip(reply.ids[:-1].tolist(), reply.logprobs.tolist(), strict=False):
             await asyncio.sleep(self.token_delay_s)
             listener.put(SampledToken(token, logprob, None, self.version))

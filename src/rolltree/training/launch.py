@@ -36,7 +36,7 @@ from rolltree.store import Run
 from rolltree.store.run import make_run_folder
 from rolltree.store.weights import note_weights
 from rolltree.training import Reporter, Silent, TrainConfig, TrainReport, load_train_config
-from rolltree.training.trackers import check_trackers
+from rolltree.training.tracking import check_trackers
 from rolltree.values.errors import ConfigError, Stopped, StoreError
 
 if TYPE_CHECKING:

@@ -50,11 +50,9 @@ from rolltree.training.rank0 import (
     score_together,
 )
 from rolltree.training.reporter import Reporter, Silent, TrainReport, TrainStart
-from rolltree.training.sampled import misspelled
 from rolltree.training.token_record import TokenRecord
-from rolltree.training.trackers import Trackers
+from rolltree.training.tracking import Trackers
 from rolltree.training.trainer import Trainer
-from rolltree.training.transcripts import transcripts
 from rolltree.training.untrainable import MaskedCalls, note_misspelled
 from rolltree.values.errors import NonFiniteStep, StoreError, TrainingError
 from rolltree.values.state import RAISED
@@ -301,6 +299,8 @@ class _Loop:
         """Train on the collected rollouts; weights, version and stored metrics change together."""
         wrong: Mapping[tuple[int, int, int], str] = {}
         if self.vocabulary is not None:
+            from rolltree.training.sampled import misspelled
+
             wrong = await asyncio.to_thread(misspelled, collected.trained, self.vocabulary)
         # Set before the first write to the weights, because `_samples` already updates the moving
         # averages.
@@ -545,6 +545,8 @@ class _Loop:
         phase: str,
         advantages: Mapping[tuple[str, int], float] | None = None,
     ) -> None:
+        from rolltree.training.transcripts import transcripts
+
         read = partial(transcripts, results, num, step=step, phase=phase, advantages=advantages)
         self.trackers.show(name, read, step)
 

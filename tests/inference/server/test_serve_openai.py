@@ -232,6 +232,21 @@ def test_streamed_tool_call(client: Any) -> None:
     assert deltas[-1].finish_reason == "tool_calls"
 
 
+def test_the_likeliest_tokens_come_with_their_token(client: Any) -> None:
+    asked = {"model": "taught", "messages": Q, "temperature": 0, "max_tokens": 5, "logprobs": True}
+    whole = client.chat.completions.create(**asked, top_logprobs=4).choices[0]
+    chunks = client.chat.completions.create(**asked, top_logprobs=4, stream=True)
+    parts = [each.logprobs.content for chunk in chunks for each in chunk.choices if each.logprobs]
+
+    def named(entries: Any) -> list[tuple[str, list[str]]]:
+        return [(each.token, [top.token for top in each.top_logprobs]) for each in entries]
+
+    found = named(entry for part in parts for entry in part)
+    assert found == named(whole.logprobs.content)
+    assert all(len(likeliest) == 4 for _, likeliest in found)
+    assert len(parts) > 1
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -239,9 +254,10 @@ def test_streamed_tool_call(client: Any) -> None:
         ({"min_p": 1.5}, "min_p = 1.5"),
         ({"logit_bias": {"5000": 100}}, "outside the vocabulary"),
         ({"repetition_penalty": -1.0}, "repetition_penalty"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
-        ({"tool_choice": "required"}, "constrained decoding"),
-        ({"top_logprobs": 3, "logprobs": True}, "top_logprobs"),
+        ({"response_format": {"type": "xml"}}, "response_format"),
+        ({"guided_json": {"type": "odd"}}, "guided_json cannot be compiled.*Invalid type: odd"),
+        ({"tool_choice": "required"}, "offers no tools"),
+        ({"top_logprobs": 21, "logprobs": True}, "top_logprobs"),
         ({"n": 0}, "n = 0"),
         ({"stream_options": {"every": 2}}, "include_usage"),
         ({"temperature": -1}, "temperature"),

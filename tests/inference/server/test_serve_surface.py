@@ -141,8 +141,9 @@ def test_what_is_refused_and_in_which_form(agent: Any, claude: Any, served: Serv
     ):
         with pytest.raises(openai.NotFoundError, match=named):
             agent.responses.create(**{"model": "taught", "input": "a", **fields})
-    with pytest.raises(openai.BadRequestError, match="response_format"):
-        agent.responses.create(model="taught", input="a", text={"format": {"type": "json_object"}})
+    odd = {"type": "json_schema", "name": "odd", "schema": {"type": "odd"}}
+    with pytest.raises(openai.BadRequestError, match="response_format cannot be compiled"):
+        agent.responses.create(model="taught", input="a", text={"format": odd})
     wish = agent.responses.create(model="taught", input="a", reasoning={"effort": "low"})
     assert wish.status in ("completed", "incomplete")
     for stream in (False, True):  # before the stream begins
@@ -152,13 +153,13 @@ def test_what_is_refused_and_in_which_form(agent: Any, claude: Any, served: Serv
     messages = [{"role": "user", "content": "a"}]
     with pytest.raises(anthropic.NotFoundError, match="'claude-9' does not exist"):
         claude.messages.create(model="claude-9", max_tokens=3, messages=messages)
-    with pytest.raises(anthropic.BadRequestError, match="constrained decoding"):
+    with pytest.raises(anthropic.BadRequestError, match=r"tool_choice.*'sub'"):
         claude.messages.create(
             model="taught",
             max_tokens=3,
             messages=messages,
             tools=[CLAUDES],
-            tool_choice={"type": "any"},
+            tool_choice={"type": "tool", "name": "sub"},
         )
     with (
         anthropic.Anthropic(base_url=served.root, api_key="wrong", max_retries=0) as other,
@@ -206,3 +207,48 @@ async def test_a_training_clients_ids_and_logprobs_are_exact_while_others_ask(
     assert together.versions is not None
     np.testing.assert_allclose(together.logprobs, alone.logprobs, atol=1e-4)
     assert together.versions.tolist() == [0] * len(together.versions)
+
+
+def test_an_answer_continues_the_final_message(agent: Any, claude: Any) -> None:
+    history = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "So: "}]
+    asked = {"model": "taught", "messages": history, "temperature": 0, "max_tokens": 5}
+    more = {"continue_final_message": True, "add_generation_prompt": False}
+    more["return_token_ids"] = True
+    whole = agent.chat.completions.create(**asked, extra_body=more)
+    said = whole.choices[0].message.content
+    chunks = agent.chat.completions.create(**asked, extra_body=more, stream=True)
+    assert "".join(each.choices[0].delta.content or "" for each in chunks) == said
+    body = {"model": "taught", "messages": history, "return_token_strs": True, **more}
+    del body["return_token_ids"]
+    listed = agent.post("../tokenize", body=body, cast_to=object)
+    assert whole.prompt_token_ids == listed["tokens"]
+    assert "".join(listed["token_strs"]).endswith("<|im_start|>assistant\nSo: ")
+    del asked["temperature"]
+    reply = claude.messages.create(**asked, extra_body={"temperature": 0})
+    assert "".join(block.text for block in reply.content) == said
+
+
+def test_names_for_the_template_are_given_to_it(agent: Any) -> None:
+    asked = {"model": "taught", "messages": [{"role": "user", "content": "a"}], "max_tokens": 3}
+    for odd, named in (({"messages": []}, "messages"), (7, "chat_template_kwargs")):
+        with pytest.raises(openai.BadRequestError, match=named):
+            agent.chat.completions.create(**asked, extra_body={"chat_template_kwargs": odd})
+    told = {"chat_template_kwargs": {"enable_thinking": False}}
+    assert agent.chat.completions.create(**asked, extra_body=told).choices[0].message.role
+
+
+def test_answers_are_held_to_a_form(agent: Any, claude: Any) -> None:
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": ["up", "no"]}}}
+    asked = {"model": "taught", "messages": [{"role": "user", "content": "a"}], "max_tokens": 20}
+    several = agent.chat.completions.create(**asked, response_format=form, n=3)
+    assert {each.message.content for each in several.choices} <= {'"up"', '"no"'}
+    chunks = agent.chat.completions.create(**asked, response_format=form, stream=True)
+    assert "".join(each.choices[0].delta.content or "" for each in chunks) in ('"up"', '"no"')
+    text = agent.completions.create(
+        model="taught", prompt="a", max_tokens=9, extra_body={"guided_regex": "[ab]{4}"}
+    )
+    assert set(text.choices[0].text) <= {"a", "b"}
+    called = claude.messages.create(
+        **{**asked, "max_tokens": 300}, tools=[CLAUDES], tool_choice={"type": "any"}
+    )
+    assert called.stop_reason in ("tool_use", "max_tokens")

@@ -21,7 +21,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from rolltree.gateway.fields import READ, Field, each, flag, model_in, only, read_fields
+from rolltree.gateway.fields import READ, Field, each, flag, model_in, read_fields
 from rolltree.gateway.openai_chat import COMPLETION_FIELDS, ids_in, tools_and_choice
 from rolltree.gateway.serve.model_server import ServedModel
 from rolltree.gateway.vllm_generate import GENERATE
@@ -38,8 +38,10 @@ from rolltree.gateway.wire import (
     models_response,
 )
 from rolltree.inference.call import DEFAULT_SAMPLING
+from rolltree.inference.request_fields import Rendering, split_rendering
 from rolltree.scale.weights.receive import WeightReceiver, weights_mark
 from rolltree.values.errors import ConfigError
+from rolltree.values.types import SamplingParams
 from rolltree.web.answers import Handler, json_response
 from rolltree.web.guard import RequestError, digest_of, has_digest, is_loopback, key_in, url_at
 from rolltree.web.limits import READ_TIMEOUT_S, json_body
@@ -48,8 +50,8 @@ from rolltree.web.start import AnnouncingServer, listen, server_config
 _TOKENIZE_FIELDS: dict[str, Field] = {
     **each("model prompt messages tools tool_choice", READ),
     **each("add_generation_prompt return_token_strs", READ),
-    **{name: COMPLETION_FIELDS[name] for name in ("add_special_tokens", "continue_final_message")},
-    "chat_template_kwargs": only({}, why="the model's template is rendered as it is"),
+    **each("chat_template_kwargs continue_final_message", READ),
+    "add_special_tokens": COMPLETION_FIELDS["add_special_tokens"],
 }
 
 
@@ -169,10 +171,14 @@ class Handlers:
         if ("messages" in given) == ("prompt" in given):
             raise RequestError("give either prompt or messages.", param="prompt")
         if "messages" in given:
-            opener = flag(given, "add_generation_prompt", default=True)
+            continues = flag(given, "continue_final_message")
+            opener = flag(given, "add_generation_prompt", default=not continues)
+            named = {"chat_template_kwargs": given.get("chat_template_kwargs")}
+            variables = split_rendering(SamplingParams(extra=named))[0].variables
             tools = tools_and_choice(given, DEFAULT_SAMPLING)[0].tools
             messages = served.messages(given["messages"])
-            prompt = partial(served.chat_prompt, messages, tools or None, opener=opener)
+            rendering = Rendering(variables, continues)
+            prompt = partial(served.chat_prompt, messages, tools or None, rendering, opener=opener)
         elif isinstance(given["prompt"], str):
             prompt = partial(served.text_prompt, given["prompt"])
         else:

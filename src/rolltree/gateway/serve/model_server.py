@@ -10,6 +10,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AsyncExitStack
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
 from reprlib import repr as shown
@@ -32,7 +33,14 @@ from rolltree.inference.chat import ChatRenderer
 from rolltree.inference.client import check_shown_tools
 from rolltree.inference.deltas import TokenListener
 from rolltree.inference.engine import EngineOutput, EngineThread, SampledToken
-from rolltree.inference.request_fields import hints_in
+from rolltree.inference.request_fields import (
+    PLAIN,
+    RENDERING,
+    Rendering,
+    asks_for_form,
+    hints_in,
+    split_rendering,
+)
 from rolltree.scale.weights.receive import WeightReceiver
 from rolltree.values.types import (
     ChatMessage,
@@ -110,6 +118,7 @@ class ServedModel:
         self,
         messages: list[ChatMessage],
         tools: Sequence[ToolSchema] | None,
+        rendering: Rendering = PLAIN,
         *,
         opener: bool = True,
     ) -> IntArray:
@@ -121,8 +130,13 @@ class ServedModel:
             ConfigError: the template ignores tools.
         """
         self._check_size(len(encode_json([messages, tools])), "bytes as JSON")
-        check_shown_tools(self.renderer, tools, self.name)
-        return self.renderer.render(messages, tools, add_generation_prompt=opener)
+        renderer = self.renderer.with_variables(rendering.variables)
+        check_shown_tools(renderer, tools, self.name)
+        for note in renderer.notes(messages, tools).values():
+            _log_note(self.name, note)
+        if rendering.continues:
+            return renderer.vocabulary.encode_start(renderer.begun_text(messages, tools))
+        return renderer.render(messages, tools, add_generation_prompt=opener)
 
     def text_prompt(self, text: str) -> IntArray:
         """Return the prompt for a string, int32 `[_T]`; raises `PromptTooLong` as `chat_prompt`."""
@@ -132,6 +146,12 @@ class ServedModel:
     # -- calls, as protocols make them (`rolltree.gateway.protocol.Answering`) ---------------------
 
     keeps_answers: ClassVar[bool] = False
+
+    @property
+    def gives_top_logprobs(self) -> bool:
+        """Whether the engine can."""
+        return "top_logprobs" in self.engine.extra_settings
+
     drop_fields: ClassVar[Sequence[str]] = ()
 
     @property
@@ -168,7 +188,8 @@ class ServedModel:
 
     async def count_tokens(self, call: AgentCall) -> int:
         """Return how many tokens the prompt of a call has."""
-        return len((await self._prompts(call))[0])
+        rendering, _ = split_rendering(call.sampling)
+        return len((await self._prompts(call, rendering))[0])
 
     async def write(self, call: AgentCall, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Return the body that `work` writes, away from the event loop if it decodes tokens."""
@@ -195,13 +216,10 @@ class ServedModel:
         for name, value in call.sampling.extra.items():
             if name in hints:  # the engine logs it
                 continue
-            if name == "tool_choice":
-                raise RequestError(
-                    f"tool_choice = {shown(value)} needs constrained decoding, which the embedded "
-                    "engine does not have; the model would be free not to call. Use 'auto' or "
-                    "'none'.",
-                    param=name,
-                )
+            if name == "tool_choice" and self.engine.takes_grammars:
+                continue
+            if name in RENDERING and call.message_type == "chat":
+                continue
             if name not in self.engine.extra_settings:
                 raise RequestError(
                     f"the embedded engine does not support {name} = {shown(value)} and would "
@@ -209,7 +227,36 @@ class ServedModel:
                     param=name,
                 )
 
-    async def _prompts(self, call: AgentCall) -> list[IntArray]:
+    async def _ready(self, call: AgentCall) -> tuple[AgentCall, _Rendered]:
+        """Return a call with the settings of the engine, and how its chat is rendered and read."""
+        self._check(call)
+        rendering, sampling = split_rendering(call.sampling)
+        call = call if sampling is call.sampling else replace(call, sampling=sampling)
+        has_form = asks_for_form(sampling.extra) and self.engine.takes_grammars
+        if not has_form and rendering == PLAIN:
+            return call, _Rendered(self.renderer)
+
+        def done() -> tuple[AgentCall, _Rendered]:
+            renderer, begun = self.renderer.with_variables(rendering.variables), ""
+            if rendering != PLAIN:
+                from rolltree.inference.rendering import check_rendering
+
+                check_rendering(rendering, sampling, call.message_type)
+            if rendering.continues and isinstance(call.prompt, list):
+                begun = str(call.prompt[-1].get("content") or "")
+            rendered = _Rendered(renderer, rendering, begun)
+            if not has_form:
+                return call, rendered
+            from rolltree.inference.constraints import constrained
+
+            is_chat = call.message_type == "chat"
+            asked = constrained(sampling, renderer if is_chat else None, call.tools)
+            self.engine.prepare(asked)
+            return replace(call, sampling=asked), rendered
+
+        return await self.run(done)
+
+    async def _prompts(self, call: AgentCall, rendering: Rendering = PLAIN) -> list[IntArray]:
         """Return the prompt of each answer."""
         given = (call.prompt, *call.more_prompts)
 
@@ -218,7 +265,7 @@ class ServedModel:
                 return value
             if isinstance(value, str):
                 return self.text_prompt(value)
-            return self.chat_prompt(value, list(call.tools) or None)
+            return self.chat_prompt(value, list(call.tools) or None, rendering)
 
         # Not in a thread for ids, which need no tokenizer.
         if all(isinstance(value, np.ndarray) for value in given):
@@ -237,8 +284,8 @@ class ServedModel:
             ModelError: as the engine's `submit` does.
             TokenError: a prompt is empty or has an id outside the vocabulary.
         """
-        self._check(call)
-        prompts, head = await self._prompts(call), self._head(call, origin)
+        call, rendered = await self._ready(call)
+        prompts, head = await self._prompts(call, rendered.how), self._head(call, origin)
         futures: list[Future[EngineOutput]] = []
         try:
             for each, prompt in zip(call.singles(), prompts, strict=True):
@@ -251,7 +298,7 @@ class ServedModel:
 
         def finished() -> list[AgentAnswer]:
             return [
-                self._finished(head, call, index, prompts[index], output)
+                self._finished(head, call, rendered, index, prompts[index], output)
                 for index, output in enumerate(outputs)
             ]
 
@@ -264,8 +311,8 @@ class ServedModel:
 
         Closing the generator cancels the sampling. Raises as `answers`.
         """
-        self._check(call)
-        prompts, head = await self._prompts(call), self._head(call, origin)
+        call, rendered = await self._ready(call)
+        prompts, head = await self._prompts(call, rendered.how), self._head(call, origin)
         loop = asyncio.get_running_loop()
         # One queue for all answers, so that deltas are sent in the order of sampling.
         events: asyncio.Queue[tuple[_Streamed, SampledToken | Future[EngineOutput]]]
@@ -280,7 +327,7 @@ class ServedModel:
         try:
             for index, each in enumerate(call.singles()):
                 prompt = prompts[index]
-                report = partial(put, _Streamed(self, call, index, prompt))
+                report = partial(put, _Streamed(self, call, rendered, index, prompt))
                 request = GenerateRequest(prompt, each.sampling)
                 futures.append(self.engine.submit(request, report))
                 # Called after the last token, in the same thread.
@@ -293,7 +340,8 @@ class ServedModel:
                     yield answer.delta(event)
                     continue
                 num_open -= 1
-                whole = self._finished(head, call, answer.index, answer.prompt, event.result())
+                output = event.result()
+                whole = self._finished(head, call, rendered, answer.index, answer.prompt, output)
                 yield whole.after("".join(answer.reasoning), "".join(answer.content))
         finally:
             for future in futures:
@@ -304,7 +352,13 @@ class ServedModel:
         return AnswerHead(name, self.name, int(time.time()))
 
     def _finished(
-        self, head: AnswerHead, call: AgentCall, index: int, prompt: IntArray, output: EngineOutput
+        self,
+        head: AnswerHead,
+        call: AgentCall,
+        rendered: _Rendered,
+        index: int,
+        prompt: IntArray,
+        output: EngineOutput,
     ) -> AgentAnswer:
         reason, text = output.finish_reason, ""
         if not call.options.get("only_ids"):
@@ -312,7 +366,9 @@ class ServedModel:
         message: ChatMessage = {"role": "assistant", "content": text}
         if call.message_type == "chat":
             ids = output.completion_ids
-            parsed = self.renderer.parse_text(text, reason, call.tools or None, ids)
+            parsed = rendered.renderer.parse_text(
+                text, reason, call.tools or None, ids, rendered.begun
+            )
             message, reason = parsed.message, parsed.finish_reason
         response = ModelResponse(
             message,
@@ -338,6 +394,7 @@ class ServedModel:
             options=call.options,
             decode=self.renderer.decode,
             index=index,
+            top=output.top if self.logprobs == "processed" else output.raw_top,
         )
 
     def text(self, output: EngineOutput) -> str:
@@ -423,10 +480,26 @@ def _log_note(name: str, why: str) -> None:
     logger.warning("%s: %s", name, why)
 
 
+@dataclass(frozen=True, slots=True)
+class _Rendered:
+    """What renders a call's chat and reads its answers, and the beginning that the prompt has."""
+
+    renderer: ChatRenderer
+    how: Rendering = PLAIN
+    begun: str = ""
+
+
 class _Streamed:
     """The deltas of one streamed answer."""
 
-    def __init__(self, served: ServedModel, call: AgentCall, index: int, prompt: IntArray) -> None:
+    def __init__(
+        self,
+        served: ServedModel,
+        call: AgentCall,
+        rendered: _Rendered,
+        index: int,
+        prompt: IntArray,
+    ) -> None:
         self._served, self.index, self.prompt = served, index, prompt
         self.reasoning, self.content = list[str](), list[str]()
         self._parts: list[ChatMessage] = []
@@ -434,7 +507,7 @@ class _Streamed:
         if not call.options.get("only_ids"):
             tools = call.tools or None
             asked = ModelCall(call.prompt, call.sampling, tools=tools, on_delta=self._parts.append)
-            self._tokens = TokenListener(served.renderer, asked)
+            self._tokens = TokenListener(rendered.renderer, asked, rendered.begun)
 
     def delta(self, token: SampledToken) -> AnswerDelta:
         """Return the delta for one more token."""
@@ -446,6 +519,7 @@ class _Streamed:
         self.reasoning.append(reasoning)
         self.content.append(content)
         ids, values = np.array([token.id], np.int32), self._served.logprobs_of(token)
-        tokens = DeltaTokens(ids, values, self.prompt, self._served.renderer.decode)
-        size = len(self.prompt)
-        return AnswerDelta(reasoning, content, (), self.index, tokens, size)
+        served = self._served
+        top = (token.top if served.logprobs == "processed" else token.raw_top,)
+        tokens = DeltaTokens(ids, values, self.prompt, served.renderer.decode, top)
+        return AnswerDelta(reasoning, content, (), self.index, tokens, len(self.prompt))

@@ -6,6 +6,7 @@ says what was wrong. The state machine (`machine.py`) is loaded for an answer th
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -91,6 +92,12 @@ class CompletionParser:
             self.thoughts.lead.strip()
         ).rstrip().endswith(mark)
         self._ids_of = ids_of
+
+    def after_reasoning(self) -> CompletionParser:
+        """Return the parser of answers whose prompt has their reasoning, if any, and more."""
+        parser = copy.copy(self)
+        parser.starts_inside = False
+        return parser
 
     @property
     def tool_parser(self) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,6 +14,7 @@ from rolltree.inference.chat import ChatRenderer
 from rolltree.inference.client_base import RootClient, check_model
 from rolltree.inference.engine import EngineThread, SampledToken
 from rolltree.inference.local.engine import LocalEngine
+from rolltree.inference.request_fields import asks_for_form
 from rolltree.inference.session import Prompt, TokenSession, num_characters
 from rolltree.values.types import FinishReason, GenerateRequest, ModelResponse
 
@@ -70,15 +72,22 @@ class LocalClient(RootClient[TokenSession]):
         else:
             # A tokenizer takes a minute for megabytes, and meanwhile nothing else runs.
             self.renderer.vocabulary.check_size(num_characters(call.prompt), self.max_context)
-            prompt = memory.prepare(
-                call.prompt, call.tools, message_type=call.message_type, model=call.model
-            )
+            prompt, call = memory.prepare_call(call)
+        renderer = memory.renderer_of(prompt)
         on_token = None
         if call.on_delta is not None:
             from rolltree.inference.deltas import TokenListener
 
-            on_token = TokenListener(self.renderer, call, len(prompt.ids)).put
-        request = GenerateRequest(prompt.ids, call.sampling, call.model)
+            on_token = TokenListener(renderer, call, prompt.begun, len(prompt.ids)).put
+        sampling = call.sampling
+        if asks_for_form(sampling.extra) and self.engine.takes_grammars:
+            from rolltree.inference.constraints import constrained
+
+            is_chat = isinstance(prompt.messages, list)
+            sampling = constrained(sampling, renderer if is_chat else None, call.tools)
+            # Compiling takes a second at worst, and meanwhile nothing else would run.
+            await asyncio.to_thread(self.engine.prepare, sampling)
+        request = GenerateRequest(prompt.ids, sampling, call.model)
         return memory.complete(prompt, await self._sample(request, on_token), call)
 
     async def _sample(
@@ -98,7 +107,8 @@ class LocalClient(RootClient[TokenSession]):
             routed_experts=output.routed_experts,
             wait_s=output.wait_s,
             info={"num_cached_tokens": output.num_cached_tokens}
-            | ({} if output.stop is None else {"stop_reason": output.stop}),
+            | ({} if output.stop is None else {"stop_reason": output.stop})
+            | ({"top_logprobs": output.top} if output.top else {}),
         )
 
     async def aclose(self) -> None:
@@ -137,6 +147,7 @@ def local_client(
         eos_token_ids=sorted({*ends, *renderer.end_ids}),
         # A copy for the engine's thread, since two threads cannot use one fast tokenizer at once.
         decode_text=copy.deepcopy(tokenizer).decode,
+        tokenizer=tokenizer,
         **engine_options,
     )
     return LocalClient(engine, tokenizer, name, renderer=renderer)

@@ -17,7 +17,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from rolltree.inference.engine import EngineOutput, EngineRequest, EngineStats, SampledToken
+from rolltree.inference.engine import (
+    EngineOutput,
+    EngineRequest,
+    EngineStats,
+    SampledToken,
+    TopLogprobs,
+)
 from rolltree.inference.local.runner import ModelRunner
 from rolltree.inference.local.sampling import Adjusted, Processors, sample
 from rolltree.inference.local.slots import SlotTable
@@ -25,6 +31,7 @@ from rolltree.values.errors import ModelError
 from rolltree.values.types import FinishReason
 
 if TYPE_CHECKING:
+    from rolltree.inference.local.grammars import GrammarMask
     from rolltree.inference.local.routing import ExpertTable
     from rolltree.inference.local.rows import RowRunner
 
@@ -52,6 +59,10 @@ class LocalRequest(EngineRequest):
     """A request with its own logits processors and random numbers."""
 
     processors: Processors | None = None
+    mask: GrammarMask | None = None  # one of the processors
+    num_top: int = 0
+    # The likeliest tokens at each place: of the distribution sampled from, and of the model's.
+    tops: list[list[TopLogprobs]] = field(default_factory=list)
     uniforms: UniformStream = field(init=False)
 
     def __post_init__(self) -> None:
@@ -189,7 +200,11 @@ class Decoder:
                 so_far = torch.from_numpy(known).to(device)
                 adjusted.append(Adjusted(at, so_far, request.processors))
         temperature, top_k, top_p = torch.from_numpy(slots.settings[rows]).to(device).unbind(1)
-        drawn = sample(logits, uniforms, temperature, top_k.long(), top_p, adjusted)
+        asking = [at for at, request in enumerate(requests) if request.num_top]
+        most = max((requests[at].num_top for at in asking), default=0)
+        drawn = sample(logits, uniforms, temperature, top_k.long(), top_p, adjusted, asking, most)
+        for at, *tops in zip(asking, drawn.top or (), drawn.raw_top or (), strict=True):
+            requests[at].tops.append([tuple(top[: requests[at].num_top]) for top in tops])
         ids = drawn.ids.to("cpu", torch.int32).numpy()
         logprobs, raw = drawn.logprobs.cpu().numpy(), drawn.raw_logprobs.cpu().numpy()
         slots.append(rows, ids, logprobs, raw, version)
@@ -203,14 +218,17 @@ class Decoder:
             if broken[at]:
                 self._reject(row, request)
             elif ended[at] or stop is not None:
-                self._finish(row, request, FinishReason.STOP, stop)
+                is_cut = request.mask is not None and request.mask.is_broken
+                self._finish(
+                    row, request, FinishReason.LENGTH if is_cut else FinishReason.STOP, stop
+                )
             elif full[at]:
                 self._finish(row, request, FinishReason.LENGTH, None)
         for at, request in enumerate(requests):
             # The last token comes with the finished answer and its finish reason.
             if request.on_token is not None and slots.request[rows[at]] is request:
                 token = int(ids[at]), float(logprobs[at]), float(raw[at]), version
-                request.on_token(SampledToken(*token))
+                request.on_token(SampledToken(*token, *(request.tops[-1] if request.tops else ())))
 
     def _compact(self, active: list[int]) -> list[int]:
         """Move the highest requests into the lowest free rows until no hole is left."""
@@ -260,6 +278,8 @@ class Decoder:
             wait_s=request.wait_s,
             # The last sampled token was never run through the model.
             routed_experts=None if self.experts is None else self.experts.read(row, length - 1),
+            top=tuple(top for top, _ in request.tops),
+            raw_top=tuple(raw_top for _, raw_top in request.tops),
         )
         slots.release(row)
         request.settle(output)

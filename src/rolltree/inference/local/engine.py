@@ -8,17 +8,21 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rolltree.inference.engine import DEFAULT_MAX_CONTEXT, EngineThread
+from rolltree.inference.engine import DEFAULT_MAX_CONTEXT, EngineThread, extra_of
 from rolltree.inference.local.decoder import Decoder, LocalRequest
 from rolltree.inference.local.probe import check_invariance, choose_route, max_stable_positions
 from rolltree.inference.local.sampling import PROCESSED, make_processors
 from rolltree.inference.local.slots import SlotTable
+from rolltree.inference.request_fields import CONSTRAINTS
 from rolltree.values.errors import ConfigError, UnsupportedSetting
 from rolltree.values.types import IntArray, SamplingParams
+
+if TYPE_CHECKING:
+    from rolltree.inference.local.grammars import GrammarMask, Grammars
 
 logger = logging.getLogger("rolltree.inference")
 # The default number of prompt tokens per pass; on a CPU, the activations then fit into its cache.
@@ -32,6 +36,7 @@ class LocalEngine(EngineThread[LocalRequest]):
     Args:
         model: the module whose weights are used in place, including later changes.
         decode_text: turns ids into text (special tokens kept); needed only for `stop` strings.
+        tokenizer: the model's; needed only for answers in a required form (`response_format`, ...).
         max_context: None is 2,048 tokens, or the model's own limit if that is less.
         kv_budget_bytes: memory for keys and values. None is `max_batch` slots of `max_context`
             tokens; more memory keeps more finished conversations for reuse. On the CPU memory
@@ -56,7 +61,7 @@ class LocalEngine(EngineThread[LocalRequest]):
 
     label = "the embedded engine"
     survives_failed_steps = True
-    extra_settings = PROCESSED
+    extra_settings = PROCESSED.union(CONSTRAINTS, ["top_logprobs"])
 
     def __init__(
         self,
@@ -64,6 +69,7 @@ class LocalEngine(EngineThread[LocalRequest]):
         *,
         eos_token_ids: Iterable[int] = (),
         decode_text: Callable[[list[int]], str] | None = None,
+        tokenizer: Any = None,
         max_batch: int = 64,
         max_context: int | None = None,
         kv_budget_bytes: int | None = None,
@@ -122,6 +128,9 @@ class LocalEngine(EngineThread[LocalRequest]):
                 f"eos_token_ids {self.eos_token_ids} has an id outside the model's vocabulary of "
                 f"{self.vocab_size}, which it can never sample. Take them from its own tokenizer."
             )
+        self._tokenizer = tokenizer
+        self._grammars: Grammars | None = None
+        self.takes_grammars = tokenizer is not None
         self.kv_bytes = num_slots * slot_bytes
         # A table by id, because every sampled token is looked up.
         is_end = np.zeros(self.vocab_size, bool)
@@ -173,14 +182,34 @@ class LocalEngine(EngineThread[LocalRequest]):
         limit = self.max_context
         if sampling.max_tokens is not None:
             limit = min(limit, len(prompt) + sampling.max_tokens)
+        mask = self._mask(extra, len(prompt))
         processors = make_processors(
             extra,
+            mask=mask,
             num_prompt=len(prompt),
             end_ids=[*self.eos_token_ids, *sampling.stop_token_ids],
             vocab_size=self.vocab_size,
             device=self._device,
         )
-        return LocalRequest(prompt, sampling, seed, limit, processors=processors)
+        request = LocalRequest(prompt, sampling, seed, limit, processors=processors, mask=mask)
+        request.num_top = number = extra.get("top_logprobs") or 0
+        if type(number) is not int or not 0 <= number <= 20:  # as many as OpenAI's API gives
+            raise UnsupportedSetting(f"top_logprobs = {number!r} is not a number from 0 to 20.")
+        return request
+
+    def prepare(self, sampling: SamplingParams) -> None:
+        """Compile the form of an answer, if one is required; the next request finds it compiled."""
+        if sampling.extra:
+            self._mask(extra_of(sampling), 0)
+
+    def _mask(self, extra: Mapping[str, Any], num_prompt: int) -> GrammarMask | None:
+        if extra.keys().isdisjoint(CONSTRAINTS):
+            return None
+        if self._grammars is None:
+            from rolltree.inference.local.grammars import Grammars
+
+            self._grammars = Grammars(self._tokenizer, self.eos_token_ids, self.vocab_size)
+        return self._grammars.mask(extra, num_prompt)
 
     def _has_work(self) -> bool:
         return self._decoder.busy

@@ -3,7 +3,7 @@
 Temperature, top-k and top-p are applied in this order, each to the result of the previous one, as
 in transformers' warpers; a row's own logits processors (`extra` settings such as `min_p`) come
 before and after. Randomness is an argument (one uniform number per row), so a row's draw depends
-only on its own seed and logits, bit for bit. Constrained decoding is not supported.
+only on its own seed and logits, bit for bit.
 """
 
 from __future__ import annotations
@@ -42,11 +42,13 @@ class Processors:
 
 
 class SampledTokens(NamedTuple):
-    """One token per row. Tensors of shape `[_B]`."""
+    """One token per row. Tensors of shape `[_B]`; `top` and `raw_top` are of the rows that ask."""
 
     ids: Tensor  # int64
     logprobs: Tensor  # of the distribution sampled from
     raw_logprobs: Tensor  # of the softmax of the unchanged logits
+    top: Any = None
+    raw_top: Any = None
 
 
 class Adjusted(NamedTuple):
@@ -64,6 +66,8 @@ def sample(
     top_k: Tensor,
     top_p: Tensor,
     adjusted: Sequence[Adjusted] = (),
+    top_rows: Sequence[int] = (),
+    num_top: int = 0,
 ) -> SampledTokens:
     """Draw one token per row by inverting the cumulative distribution at `uniforms`.
 
@@ -75,6 +79,7 @@ def sample(
         top_k: int64 `[_B]`; 0 is off.
         top_p: float32 `[_B]`; 1 is off.
         adjusted: rows with further settings.
+        top_rows: rows whose `num_top` likeliest tokens are returned, too.
     """
     greedy = temperature == 0
     # Avoids a division by 0.
@@ -110,13 +115,26 @@ def sample(
         ids = torch.where(greedy, likeliest, _invert(blocks, sums, uniforms, likeliest))
     # From the weights that were drawn from, since a log-softmax would differ in the last bits.
     logprobs = (weights.gather(-1, ids[:, None])[:, 0] / sums.sum(-1)).log()
+    top = likeliest_tokens(weights, sums.sum(-1), top_rows, num_top) if top_rows else None
     if raw is None:
-        return SampledTokens(ids, logprobs, logprobs)
+        return SampledTokens(ids, logprobs, logprobs, top, top)
     # By the same operations as for rows whose logits were not changed.
     largest = raw.amax(-1)
-    total = _blocks(raw.sub_(largest[:, None]).exp()).sum(-1).sum(-1)
+    raw_weights = raw.sub_(largest[:, None]).exp()
+    total = _blocks(raw_weights).sum(-1).sum(-1)
     own = raw.gather(-1, ids[:, None])[:, 0] - total.log()
-    return SampledTokens(ids, logprobs, torch.where(changed, own, logprobs))
+    raw_top = likeliest_tokens(raw_weights, total, top_rows, num_top) if top_rows else None
+    return SampledTokens(ids, logprobs, torch.where(changed, own, logprobs), top, raw_top)
+
+
+def likeliest_tokens(
+    weights: Tensor, total: Tensor, rows: Sequence[int], number: int
+) -> list[list[tuple[int, float]]]:
+    """Return the likeliest tokens of some rows with their logprobs; none of probability 0."""
+    largest, ids = weights[list(rows)].topk(min(number, weights.shape[-1]), dim=-1)
+    logprobs = (largest / total[list(rows), None]).log()
+    pairs = zip(ids.tolist(), logprobs.tolist(), strict=True)
+    return [[pair for pair in zip(*row, strict=True) if pair[1] > -torch.inf] for row in pairs]
 
 
 def _blocks(weights: Tensor) -> Tensor:
@@ -274,10 +292,12 @@ def make_processors(
     end_ids: list[int],
     vocab_size: int,
     device: torch.device,
+    mask: LogitsProcessor | None = None,
 ) -> Processors | None:
     """Make the processors for the settings in `extra`; None if they change nothing.
 
     `end_ids` are the ids that `min_tokens` suppresses. Names outside `PROCESSED` are ignored.
+    `mask` comes before temperature and cuts, after biases and penalties.
 
     Raises:
         UnsupportedSetting: a value cannot be used.
@@ -295,4 +315,6 @@ def make_processors(
                 raise UnsupportedSetting(
                     f"{name} = {shown(value)} is not a valid setting ({error})."
                 ) from error
+    if mask is not None:
+        made[0].append(mask)
     return Processors(*made) if any(made) else None

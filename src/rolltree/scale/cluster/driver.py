@@ -43,7 +43,7 @@ from rolltree.store import Run
 from rolltree.store.run import make_run_folder
 from rolltree.training import Reporter, TrainConfig, TrainReport
 from rolltree.training.launch import stop_on_sigterm
-from rolltree.training.trackers import check_trackers
+from rolltree.training.tracking import check_trackers
 from rolltree.values.errors import ClusterError, ConfigError
 
 if TYPE_CHECKING:
