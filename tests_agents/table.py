@@ -48,7 +48,7 @@ def versions() -> dict[str, str]:
 
 
 def row_of(agent: str, protocol: str, session: Any, did: str) -> str:
-    """Return the row of an agent whose calls were all recorded, and whose tokens train once."""
+    """Return the row of an agent whose calls were all recorded, each token once."""
     package = PACKAGES[agent]
     found = causes(session)
     notes = ", ".join(f"`{name}`" for name in sorted(session.notes))
@@ -58,11 +58,16 @@ def row_of(agent: str, protocol: str, session: Any, did: str) -> str:
         protocol,
         str(len(session.trajectory)),
         ", ".join([str(len(found)), *(f"`{cause}`" for cause in sorted(set(found)))]),
-        "all, once",
+        _trained(len(session.left_out)),
         notes,
         did,
     )
     return f"| {' | '.join(cells)} |\n".replace("|  |", "| |")
+
+
+def _trained(num_left_out: int) -> str:
+    calls = "a call" if num_left_out == 1 else f"{num_left_out} calls"
+    return f"all, once, but for {calls} beside the task" if num_left_out else "all, once"
 
 
 def compare(row: str) -> None:

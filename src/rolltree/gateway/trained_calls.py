@@ -210,7 +210,7 @@ _Text: TypeAlias = tuple[str, frozenset[str]]
 
 
 class _Histories:
-    """What the calls of a session were told, and what they histories."""
+    """What the calls of a session were told, and what they answered."""
 
     def __init__(self, calls: Sequence[FinishedCall]) -> None:
         self._contexts = {call.index: [*map(_key, _messages(call.prompt))] for call in calls}
