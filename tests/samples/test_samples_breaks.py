@@ -118,7 +118,7 @@ class Told:
     def call(self, messages: list[dict[str, Any]], answer: dict[str, Any]) -> dict[str, Any]:
         prompt = [id_ for message in messages for id_ in self._ids(message, self._strips)]
         head, completion = [1, ord("a")], self._ids(answer, False)
-        made = step(prompt + head, completion[2:], prompt=messages, completion=[answer])
+        made = step(prompt + head, completion[2:], prompt=[*messages], completion=[answer])
         self.steps.append(made)
         return answer
 
@@ -152,6 +152,42 @@ def test_a_sub_agent_of_its_own_system_message_breaks_nothing() -> None:
     told.call(sub, said("sort"))
     breaks, begun = told.causes()
     assert (breaks, begun) == ([], [(2, 1, "another_conversation")])
+
+
+def sub_agents(lead: str, sub: str, *, num_turns: int = 2) -> Told:
+    """A lead that asks two sub-agents, one after the other, and goes on."""
+    told = Told()
+    main = [system(lead), user("Fix the file, and ask two others.")]
+    main += [told.call(main, said("look", "read")), {"role": "tool", "content": "a - b"}]
+    main += [told.call(main, said("ask", "agent", "agent"))]
+    for task in ("Count the lines.", "Name the function."):
+        own = [system(sub), user(task)]
+        for turn in range(num_turns - 1):
+            own += [told.call(own, said(f"look {turn}", "read")), {"role": "tool", "content": "x"}]
+        told.call(own, said("done"))
+        main += [{"role": "tool", "content": "done"}]
+    told.call(main, said("fixed"))
+    return told
+
+
+@pytest.mark.parametrize("sub", ["You are asked by another agent.", "You work."])
+@pytest.mark.parametrize("num_turns", [1, 2, 3])
+def test_sub_agents_of_one_system_message_break_nothing(sub: str, num_turns: int) -> None:
+    breaks, begun = sub_agents("You work.", sub, num_turns=num_turns).causes()
+    assert breaks == []
+    assert {cause for *_, cause in begun} == {"another_conversation"}
+    assert len(begun) == 2
+
+
+def test_a_history_that_is_compacted_while_tools_were_asked_for_is_a_break() -> None:
+    told = Told()
+    main = [system("You work."), user("Fix the file, whatever it takes.")]
+    main += [told.call(main, said("look", "read")), {"role": "tool", "content": "a - b"}]
+    main += [told.call(main, said("again", "read")), {"role": "tool", "content": "a - b"}]
+    short = [main[0], user("So far: a - b.")]
+    short += [told.call(short, said("edit", "edit")), {"role": "tool", "content": "edited"}]
+    told.call(short, said("fixed"))
+    assert told.causes()[0] == ["compaction"]
 
 
 def test_a_break_after_a_sub_agent_is_explained_by_its_own_conversation() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right, insort
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import islice
 from typing import Any, get_args
 
@@ -394,6 +395,23 @@ def _latest_first(conversations: Sequence[_Conversation]) -> Iterable[ResolvedSt
     return sorted(calls, key=lambda call: -call.index)
 
 
+def _is_delegated(
+    rollout: ResolvedRollout, groups: Sequence[Group], call: ResolvedStep, previous: ResolvedStep
+) -> bool:
+    """Whether `call` is made while a conversation waits for tools, which may be sub-agents.
+
+    That of `previous` counts only if it goes on later: else `call` may be what it was compacted to.
+    """
+    for group in groups:
+        before = [each for each in group if each.index < call.index]
+        if not before or (previous in group and group[-1].index < call.index):
+            continue
+        answered = rollout.messages(before[-1].index, with_answer=True)
+        if answered and answered[-1].get("tool_calls"):
+            return True
+    return False
+
+
 def find_openings(
     rollout: ResolvedRollout, groups: Sequence[Group], decode: Decoder | None
 ) -> list[Break]:
@@ -443,6 +461,7 @@ def find_openings(
                 decode=decode,
                 was=rollout.messages(previous.index, with_answer=True),
                 now=now,
+                is_delegated=partial(_is_delegated, rollout, groups, call, previous),
             )
             breaks.append(why.of(rollout.index, call.index, previous.index, call.agent))
         kin.latest.pop(home[0], None)

@@ -9,7 +9,8 @@ The first rule that holds gives the cause:
 1. `agent_handoff`: this agent has no earlier call in the rollout.
 2. `sampled_again`: the prompt is that of the earlier call.
 3. `another_conversation` (messages only): no earlier answer is in the prompt, and the system
-   message is another one, or the only exchange before began with another question.
+   message is another one, or the only exchange before began with another question; or it begins
+   with another question while a call that asked for tools waits for them, as a sub-agent does.
 4. `retokenized` (decoder only): after the divergence both sides decode to the same text.
 5. `system_or_tools_changed`: the prompt diverges before the first sampled token, and all sampled
    tokens survive after the change.
@@ -121,6 +122,7 @@ class _Divergence:
     decode: Decoder | None
     was: Dialogue
     now: Dialogue
+    is_delegated: Callable[[], bool]
 
     @cached_property
     def surviving(self) -> int:
@@ -170,9 +172,12 @@ def _another_conversation(d: _Divergence) -> bool:
         # The system message of one agent may grow, by a summary for instance.
         texts = head_was, head_now
         return not (all(texts) and (texts[0].startswith(texts[1]) or texts[1].startswith(texts[0])))
-    # A single exchange leaves nothing to compact.
     first_was, first_now = rest_was[:1], rest_now[:1]
-    return len(d.sampled) == 1 and list(map(_turn, first_was)) != list(map(_turn, first_now))
+    if list(map(_turn, first_was)) == list(map(_turn, first_now)):
+        return False
+    # A single exchange leaves nothing to compact. Otherwise it may be a summary of what was said.
+    is_new = not any(each.get("role") == "assistant" for each in rest_now)
+    return len(d.sampled) == 1 or (is_new and d.is_delegated())
 
 
 def system_text(messages: Dialogue) -> str:
@@ -292,6 +297,7 @@ def explain_break(
     decode: Decoder | None = None,
     was: Dialogue = (),
     now: Dialogue = (),
+    is_delegated: Callable[[], bool] = lambda: False,
 ) -> Break:
     """Compare the prompt of `call` with the path of `previous`; return where and why they differ.
 
@@ -303,6 +309,7 @@ def explain_break(
         decode: ids to text, for `retokenized` and the two texts.
         was: the messages of the path of `previous`, with its answer.
         now: the messages of the prompt of `call`.
+        is_delegated: whether another conversation waits for what its tools do meanwhile.
     """
     calls, arena = tree.calls, tree.arena
     old_end, new_end = calls.end(previous), calls.prompt_end(call)
@@ -320,6 +327,7 @@ def explain_break(
         decode=decode,
         was=was,
         now=now,
+        is_delegated=is_delegated,
     )
     cause = BreakCause.AGENT_HANDOFF
     if not handoff:
