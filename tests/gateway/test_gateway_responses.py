@@ -829,6 +829,7 @@ def item(kind, **fields):
         ({"reasoning": "low"}, "reasoning"),
         ({"text": {"format": {"type": "grammar"}}}, "text.format"),
         ({"text": {"format": {"type": "text", "grammar": "a"}}}, "text.format.grammar"),
+        ({"text": {"format": {"type": "json_object", "schema": {}}}}, "text.format"),
         ({"text": {"style": "terse"}}, "text.style"),
         ({"tool_choice": {"type": "web_search"}}, "tool_choice"),
         ({"tool_choice": {"type": "mcp", "server_label": "a"}}, "tool_choice"),

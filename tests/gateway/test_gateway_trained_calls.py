@@ -345,6 +345,8 @@ async def test_reasons_name_the_condition_and_the_error():
         ({"modl": "a"}, "Did you mean 'model'"),
         ({"tools": "yes"}, "it takes true or false"),
         ({"agent": True}, "a pattern"),
+        ({"agent": []}, "a pattern"),
+        (asyncio.sleep, "has to be a plain one"),
         ({}, "Give 'task'"),
         (3, "Give 'task'"),
     ],

@@ -17,6 +17,7 @@ from rolltree.values.errors import ConfigError
 LOOK = """
 import random
 print(ask(sys.argv[1]), sys.argv[1:], sys.stdin.read(), os.getcwd() == os.environ["HOME"])
+print(globals().get("__file__"))
 print(sorted(os.environ), __name__, sys.path[:1] if not sys.flags.isolated else [])
 open("made.txt", "w").write("text")
 print("warned", file=sys.stderr)
@@ -54,13 +55,14 @@ def seen(tmp_path):
         [sys.executable, "agent.py", "{question}"],
         [sys.executable, "-m", "agent", "{question}"],
         script("ask('question 0')\ndef fail():\n    raise KeyError('k')\nfail()"),
+        [sys.executable, "fails.py"],
         script("ask('question 0')\nraise SystemExit('a message')"),
         script("ask('question 0')\nimport atexit\natexit.register(print, 'at exit')"),
         script("ask('question 0')\nos.kill(os.getpid(), 15)"),
         script("import threading\nthreading.Thread(target=ask, args=['question 0']).start()"),
         script("print(ask('question 0'), flush=True)\nwhile True: print('x' * 1000)"),
     ],
-    ids=range(10),
+    ids=range(11),
 )
 def test_a_forked_program_is_what_a_started_one_is(program):
     settings = {
@@ -69,7 +71,7 @@ def test_a_forked_program_is_what_a_started_one_is(program):
         "env": {"OWN": "{question}"},
         "max_output_bytes": 10_000,
         "tail_bytes": 1000,
-        "files": {"agent.py": script(LOOK)[-1]},
+        "files": {"agent.py": script(LOOK)[-1], "fails.py": script("ask('question 0'); 1 / 0")[-1]},
     }
     cold = outcome(program, **settings)
     assert outcome(program, preload=["json", "socket"], **settings) == cold
@@ -175,6 +177,8 @@ def test_modules_that_cannot_be_preloaded_fail_the_rollout_by_name(
         (["/bin/python{question}", "a.py"], {}, "the same interpreter"),
         (["python", "a.py"], {"sandbox": "local"}, "in a sandbox"),
         (["python", "a.py"], {"preload": "json"}, "a list of modules"),
+        (["python", "a.py"], {"preload": [3]}, "a list of modules"),
+        (["python", "a.py"], {"preload": [""]}, "a list of modules"),
     ],
 )
 def test_what_cannot_be_forked_is_refused(program, settings, message):

@@ -15,7 +15,7 @@ import torch
 import rolltree as rt
 from chat_templates import CHANNELS, ITEMS, LEADING, ONE_CALL
 from rolltree.inference import ChatRenderer
-from rolltree.inference.constraints import call_form, constrained
+from rolltree.inference.constraints import call_form, constrained, grammar_in
 from rolltree.inference.local import LocalEngine, local_client
 from rolltree.testing import ByteTokenizer
 from rolltree.values.errors import UnsupportedSetting
@@ -39,8 +39,8 @@ ASK = [{"role": "user", "content": "7 + 5?"}]
 COMPACT = {"disable_any_whitespace": True}
 
 
-def as_format(schema: Any) -> dict[str, Any]:
-    return {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+def as_format(schema: Any, **more: Any) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "x", "schema": schema, **more}}
 
 
 @pytest.fixture(scope="module")
@@ -123,11 +123,19 @@ async def test_an_answer_that_is_cut_is_reported_as_cut(client):
     [
         ({"guided_json": {"type": "strange"}}, "guided_json.*Invalid type: strange"),
         ({"response_format": as_format({"if": {"const": 1}})}, 'response_format.*Unimpl.*"if"'),
-        ({"guided_regex": "(["}, "guided_regex cannot be compiled"),
+        ({"guided_regex": "(["}, "guided_regex cannot be compiled.*unclosed character class"),
+        ({"guided_regex": "(?=a)a"}, "guided_regex cannot be compiled.*look-around"),
+        ({"guided_json": {"pattern": "(b"}}, "guided_json cannot be.* [(]b: unclosed group"),
         ({"guided_grammar": 'start: "a'}, "guided_grammar cannot be compiled"),
         ({"guided_choice": []}, "guided_choice"),
         ({"guided_json": {}, "guided_regex": "a", "guided_choice": ["a"]}, "one form"),
         ({"response_format": {"type": "xml"}}, "response_format"),
+        ({"response_format": {"type": "json_object", "schema": SCHEMA}}, "json_object.*'schema'"),
+        ({"response_format": as_format(SCHEMA, stritc=True)}, "'stritc'.*Did you mean 'strict'"),
+        ({"response_format": {**as_format(SCHEMA), "strict": True}}, "'strict'"),
+        ({"structured_outputs": {"regex": "a", "whitespace_pattern": " "}}, "whitespace_pattern"),
+        ({"structured_outputs": {"json": {}, "whitespace_pattern": 5}}, "whitespace_pattern = 5"),
+        ({"structured_outputs": {"json": {}, "whitespace_pattern": " ", **COMPACT}}, "Give one"),
         ({"structured_outputs": {"json": {}, "regex": "a"}}, "structured_outputs"),
         ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs"),
         ({"guided_choice": ["a"], "min_tokens": 9}, "min_tokens"),
@@ -141,6 +149,22 @@ async def test_what_cannot_be_held_to_is_refused_by_name_with_its_reason(client,
         await asked(client, **extra)
     got = await asked(client, max_tokens=2)  # and the engine goes on
     assert len(got.completion_ids) == 2
+
+
+def test_additional_properties_are_disabled_at_every_depth():
+    inner = {"type": "object", "properties": {"properties": {"type": "integer"}}}
+    own = {"type": "object", "properties": {"b": {}}, "additionalProperties": True}
+    schema = {"properties": {"a": inner, "own": own}, "$defs": {"d": {"anyOf": [inner]}}}
+    asked = {"json": schema, "disable_additional_properties": True}
+    got = grammar_in({"structured_outputs": asked})
+    closed = {**inner, "additionalProperties": False}
+    assert got == {
+        "json_schema": {
+            "properties": {"a": closed, "own": own},
+            "$defs": {"d": {"anyOf": [closed]}},
+            "additionalProperties": False,
+        }
+    }
 
 
 async def test_without_the_package_the_refusal_says_what_to_install(client, monkeypatch):

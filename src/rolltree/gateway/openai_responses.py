@@ -178,13 +178,15 @@ def _given_in(given: Mapping[str, Any], name: str) -> dict[str, Any]:
 def _response_format(value: object) -> dict[str, Any]:
     wanted = read_part(value, _FORMAT, "text.format").given
     match wanted:
-        case {"type": "json_object"}:
+        case {"type": "json_object", **rest} if not rest:
             return {"response_format": {"type": "json_object"}}
         case {"type": "json_schema", **schema}:
             return {"response_format": {"type": "json_schema", "json_schema": schema}}
         case _ if wanted in ({}, {"type": "text"}):
             return {}
-    raise disobeyed("text.format", wanted, "known are text, json_object and json_schema")
+    raise disobeyed(
+        "text.format", wanted, "known are text, json_object (without a schema) and json_schema"
+    )
 
 
 class _Tools:

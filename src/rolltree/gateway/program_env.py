@@ -223,7 +223,9 @@ class ProgramEnv(Environment):
                 "preload has no effect in a sandbox, where each rollout has namespaces of its own "
                 "and a process outside cannot be forked into them. Leave out one of the two."
             )
-        if isinstance(preload, str):
+        if not isinstance(preload, list | tuple) or not all(
+            isinstance(name, str) and name for name in preload
+        ):
             raise ConfigError(f"preload is {preload!r}, but has to be a list of modules.")
         check_platform()
         python, _ = split_command([part.text for part in self.command])

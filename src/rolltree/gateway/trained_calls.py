@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from inspect import iscoroutinefunction
 from reprlib import repr as shown
 from typing import Any, TypeAlias
 
@@ -83,6 +84,11 @@ def checked_rule(rule: TrainCalls) -> TrainCalls:
         ConfigError: it is not one.
     """
     if callable(rule):
+        if iscoroutinefunction(rule):
+            raise ConfigError(
+                f"train_calls is the coroutine function {rule.__qualname__}, whose coroutines are "
+                "all true; it has to be a plain one. Write `def` in place of `async def`."
+            )
         return rule
     if isinstance(rule, str):
         if rule in _NAMES:
@@ -104,7 +110,8 @@ def checked_rule(rule: TrainCalls) -> TrainCalls:
             )
         is_tools = name == "tools"
         if isinstance(wanted, bool) != is_tools or not (
-            is_tools or all(isinstance(each, str) for each in _patterns(wanted))
+            is_tools
+            or (_patterns(wanted) and all(isinstance(each, str) for each in _patterns(wanted)))
         ):
             wants = "true or false" if is_tools else "a pattern, or a list of them"
             raise ConfigError(f"train_calls has {name} = {wanted!r}, but it takes {wants}.")

@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 
 from rolltree.inference.request_fields import CONSTRAINTS, is_form
 from rolltree.inference.template import TemplateError
-from rolltree.values.errors import UnsupportedSetting
+from rolltree.values.errors import UnsupportedSetting, did_you_mean
 from rolltree.values.types import ChatMessage, SamplingParams, ToolSchema
 
 if TYPE_CHECKING:
@@ -28,6 +28,9 @@ Grammar = dict[str, Any]
 _OPTIONS = {"disable_any_whitespace", "whitespace_pattern", "disable_additional_properties"}
 # vLLM's, about how its own engine compiles: they change no answer.
 _NO_EFFECT = {"disable_fallback", "_backend", "_backend_was_auto", "_asked"}
+_SCHEMAS = {"items", "prefixItems", "additionalProperties", "anyOf", "oneOf", "allOf"}
+_SCHEMAS_BY_NAME = {"properties", "patternProperties", "$defs", "definitions"}
+_DESCRIBED = ("name", "description", "strict")
 
 
 def grammar_in(extra: Mapping[str, Any]) -> Grammar | None:
@@ -57,15 +60,25 @@ def _unusable(name: str, why: str) -> UnsupportedSetting:
 
 def _response_format(value: Any) -> Grammar:
     match value:
-        case {"type": "json_object"}:
+        case {"type": "json_object", **rest}:
+            _refuse_others("response_format of type json_object", rest, ())
             return {"json_schema": {"type": "object"}}
-        case {"type": "json_schema", "json_schema": {"schema": schema}}:
+        case {"type": "json_schema", "json_schema": {"schema": schema, **described}, **rest}:
+            _refuse_others("response_format of type json_schema", rest, ())
+            _refuse_others("response_format.json_schema", described, _DESCRIBED)
             return _json("response_format.json_schema.schema", schema, {})
     raise _unusable(
         f"response_format = {shown(value)}",
         'is not known here. It is {"type": "json_object"}, or {"type": "json_schema", '
         '"json_schema": {"schema": ...}}',
     )
+
+
+def _refuse_others(name: str, given: Mapping[str, Any], known: Sequence[str]) -> None:
+    for key, value in given.items():
+        if key not in known and value is not None:
+            why = f"has {key!r}, which would be ignored.{did_you_mean(str(key), known)}"
+            raise _unusable(name, f"{why} Leave it out; a schema stands in json_schema.schema")
 
 
 def _structured(value: Any) -> Grammar:
@@ -77,6 +90,11 @@ def _structured(value: Any) -> Grammar:
     if len(kinds) != 1 or kinds[0] not in _KINDS:
         raise _unusable(
             f"structured_outputs = {shown(value)}", f"names not one of {', '.join(_KINDS)}"
+        )
+    if options and not kinds[0].startswith("json"):
+        raise _unusable(
+            f"structured_outputs has {' and '.join(options)}",
+            f"for JSON, and would be ignored for {kinds[0]}. Leave it out",
         )
     return _KINDS[kinds[0]](f"structured_outputs.{kinds[0]}", given[kinds[0]], options)
 
@@ -91,17 +109,37 @@ def _json(name: str, schema: Any, options: Mapping[str, Any]) -> Grammar:
         schema = {}
     if not isinstance(schema, Mapping):
         raise _unusable(f"{name} = {shown(schema)}", "is not a JSON Schema")
-    own = dict(schema)
-    if options.get("disable_additional_properties"):
-        own.setdefault("additionalProperties", False)
+    own = _closed(schema) if options.get("disable_additional_properties") else dict(schema)
     asked: dict[str, Any] = {}
+    if options.keys() >= {"disable_any_whitespace", "whitespace_pattern"}:
+        raise _unusable(
+            "disable_any_whitespace and whitespace_pattern", "contradict each other. Give one"
+        )
     if options.get("disable_any_whitespace"):
         asked["whitespace_flexible"] = False
-    if options.get("whitespace_pattern"):
-        asked["whitespace_pattern"] = options["whitespace_pattern"]
+    if "whitespace_pattern" in options:
+        asked["whitespace_pattern"] = _text("whitespace_pattern", options["whitespace_pattern"])
     if asked:
         own["x-guidance"] = {**own.get("x-guidance", {}), **asked}
     return {"json_schema": own}
+
+
+def _closed(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a schema whose objects have no other properties than those that it lists."""
+    closed = dict(schema)
+    for key, part in schema.items():
+        if key in _SCHEMAS_BY_NAME and isinstance(part, Mapping):
+            closed[key] = {name: _closed_part(each) for name, each in part.items()}
+        elif key in _SCHEMAS:
+            is_list = isinstance(part, list)
+            closed[key] = [_closed_part(each) for each in part] if is_list else _closed_part(part)
+    if "properties" in schema or "patternProperties" in schema or schema.get("type") == "object":
+        closed.setdefault("additionalProperties", False)
+    return closed
+
+
+def _closed_part(part: Any) -> Any:
+    return _closed(part) if isinstance(part, Mapping) else part
 
 
 def _json_object(name: str, value: Any, options: Mapping[str, Any]) -> Grammar:

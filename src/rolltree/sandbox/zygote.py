@@ -173,7 +173,7 @@ def execute(kind: str, name: str) -> None:
     module.__dict__["__builtins__"] = __builtins__
     source: str | bytes = name
     if kind != "-c":
-        module.__file__ = name
+        name = module.__file__ = os.path.abspath(name)
         try:
             with open(name, "rb") as file:
                 source = file.read()

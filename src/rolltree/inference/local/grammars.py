@@ -81,11 +81,9 @@ class Grammars:
         except ValueError as problem:
             error = str(problem)
         if error:
-            # What follows the first line is the grammar, with a mark below the place.
-            reason = error.strip().partition("\n")[0]
             raise UnsupportedSetting(
-                f"{name} cannot be compiled, so the answer would not be held to it: {reason}. "
-                "Change it, or leave it out."
+                f"{name} cannot be compiled, so the answer would not be held to it: "
+                f"{_reason(error)}. Change it, or leave it out."
             )
         return made
 
@@ -111,6 +109,20 @@ class Grammars:
             made = llguidance.LLTokenizer(json.dumps(settings), eos_token=self._ends)
             self._library = llguidance, made
         return self._library
+
+
+def _reason(error: str) -> str:
+    """Return an error of llguidance in one line.
+
+    >>> _reason("regex parse error:\\n    (b\\n    ^\\nerror: unclosed group")
+    'regex parse error: (b: unclosed group'
+    """
+    # The lines between are the pattern or the grammar, with a mark below the place.
+    first, *lines = error.strip().splitlines()
+    for line in lines:
+        if line.startswith("error: "):
+            return f"{first} {lines[0].strip()}: {line.removeprefix('error: ')}"
+    return first
 
 
 def _as_lark(text: str) -> str:
