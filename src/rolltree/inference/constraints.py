@@ -74,10 +74,11 @@ def _response_format(value: Any) -> Grammar:
     )
 
 
-def _refuse_others(name: str, given: Mapping[str, Any], known: Sequence[str]) -> None:
+def _refuse_others(name: str, given: Mapping[Any, Any], known: Sequence[str]) -> None:
     for key, value in given.items():
         if key not in known and value is not None:
-            why = f"has {key!r}, which would be ignored.{did_you_mean(str(key), known)}"
+            meant = did_you_mean(str(key), known) if known else ""
+            why = f"has {key!r}, which would be ignored.{meant}"
             raise _unusable(name, f"{why} Leave it out; a schema stands in json_schema.schema")
 
 
