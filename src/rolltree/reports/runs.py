@@ -145,10 +145,8 @@ def transcript(
             if result.error is None or error["message"] != result.error.message:
                 said = safe_text(f"{error['type']}: {error['message']}", limit=limit)
                 lines.add_row(Text("scoring", style="bold red"), said)
-        from rolltree.tokens import peek  # lists of runs and rollouts need no tokens
-
-        marks = ("left_out" in (peek(s, "extras") or {}) for s in state.get("trajectory") or ())
-        if "program" in state or any(marks):
+        extras = (step.get("extras") or {} for step in state.get("trajectory") or ())
+        if "program" in state or any("left_out" in each for each in extras):
             from rolltree.reports.programs import agent_rows  # most rollouts have none
 
             for name, row in agent_rows(state, limit):
