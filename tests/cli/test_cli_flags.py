@@ -33,7 +33,7 @@ FLAGS = {
         *("--device", "--dtype"),
         "model", "-m", "--model-name", "--tokenizer", "-k", "--api-key-var", "--run", "--host",
         "--port", "--allow-remote", "--allowed-host", "--unix-socket", "--admin-key-env",
-        "--max-calls", "--max-tokens", "--time-limit", "--seed",
+        "--max-calls", "--max-tokens", "--time-limit", "--seed", "--train-calls",
     },
     "runs": {"root", "--json"},
     "view": {

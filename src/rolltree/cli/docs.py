@@ -18,7 +18,8 @@ _HEADING = re.compile(r"^(#+) (.*)$", re.MULTILINE)
 @click.argument("page", required=False)
 def show_page(page: str | None) -> None:
     """Print a page of the documentation (NAME, or NAME#SECTION), or list the pages."""
-    pages = {path.stem: path for path in sorted(PAGES.glob("*.md")) if path.stem != "README"}
+    found = {path.stem: path for path in PAGES.glob("*.md") if path.stem != "README"}
+    pages = {name: found[name] for name in sorted(found)}
     if page is None:
         for name, path in pages.items():
             heading = _HEADING.search(path.read_text(encoding="utf-8"))

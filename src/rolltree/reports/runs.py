@@ -17,7 +17,6 @@ from rolltree.narrator.detectors import Advice, advised
 from rolltree.reports.formatting import counts, duration, number_text, safe_text, text_table
 from rolltree.rollouts.conversation import conversation_of
 from rolltree.store import Run, RunSummary, to_plain
-from rolltree.tokens import peek
 from rolltree.values.types import RolloutResult, State
 
 _STYLES = {"system": "dim", "user": "cyan", "assistant": "green", "tool": "yellow"}
@@ -146,8 +145,8 @@ def transcript(
             if result.error is None or error["message"] != result.error.message:
                 said = safe_text(f"{error['type']}: {error['message']}", limit=limit)
                 lines.add_row(Text("scoring", style="bold red"), said)
-        marks = ("left_out" in (peek(s, "extras") or {}) for s in state.get("trajectory") or ())
-        if "program" in state or any(marks):
+        extras = (step.get("extras") or {} for step in state.get("trajectory") or ())
+        if "program" in state or any("left_out" in each for each in extras):
             from rolltree.reports.programs import agent_rows  # most rollouts have none
 
             for name, row in agent_rows(state, limit):

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from rolltree.tokens import peek
-
 
 def program_of(state: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """Return how the program of a rollout ended, `state["program"]`; None if none was run."""
@@ -33,7 +31,8 @@ def program_ending(program: Mapping[str, Any]) -> str:
     return known.get(ended, f"ended at the limit {ended}")
 
 
-def why_left_out(step: Any) -> str | None:
+def why_left_out(step: Mapping[str, Any]) -> str | None:
     """Return why a step's call is not to be trained, or None."""
-    why = (peek(step, "extras") or {}).get("left_out")
+    # Not `peek`: lists of rollouts are shown without importing what reads tokens.
+    why = (step.get("extras") or {}).get("left_out")
     return None if why is None else str(why)

@@ -47,6 +47,10 @@ class ResolvedStep:
     problem: str | None = None
 
 
+Group: TypeAlias = list[ResolvedStep]
+"""Calls that share a flat sample: the prompt of each extends the call before it, id for id."""
+
+
 @dataclass(frozen=True, slots=True)
 class ResolvedRollout:
     """One trajectory: `steps` has every step, `calls` those whose tokens are in `tree`.
