@@ -147,7 +147,7 @@ def test_copies_made_by_hand_keep_every_field():
     """They are written out for speed, so a new field could be forgotten."""
     sampling = SamplingParams(0.5, 0.9, 3, 7, ("a",), (2,), 11, {"min_p": 0.1})
     assert sampling.with_seed(12) == dataclasses.replace(sampling, seed=12)
-    call = ModelCall("a", sampling, "m", [{}], "completion", 1.0, 2.0, print)
+    call = ModelCall("a", sampling, "m", [{}], "completion", 1.0, 2.0, print, True)
     assert call.with_prompt("b") == dataclasses.replace(call, prompt="b")
     for value in (sampling, call):
         kept = dataclasses.asdict(value)
