@@ -27,7 +27,7 @@ def warm(monkeypatch):
 
 @pytest.fixture
 def environment(from_npm):
-    return rt.load_environment(EXAMPLE, codex=str(from_npm / ".bin" / "codex"), num_eval=2)
+    return rt.load_environment(EXAMPLE, codex=str(from_npm / ".bin" / "codex"))
 
 
 def test_codex_is_scored_by_its_file_and_trained(warm, environment, tmp_path):

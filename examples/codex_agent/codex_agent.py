@@ -72,8 +72,8 @@ def wrote(state: rt.State) -> float:
     return float(state["program"]["files"].get(OUT) is not None)
 
 
-def load_environment(codex: str = "codex", num_eval: int = 32) -> rt.Environment:
-    """Return the environment; no pair of numbers of evaluation is one of training.
+def load_environment(codex: str = "codex", held_out: bool = False) -> rt.Environment:
+    """Return the environment; evaluation has the 40 tasks of training, or 32 others.
 
     `codex` is the command, or the path of it.
     """
@@ -83,6 +83,7 @@ def load_environment(codex: str = "codex", num_eval: int = 32) -> rt.Environment
         {"question": f"Write the larger of {a} and {b} into {OUT}", "answer": str(max(a, b))}
         for a, b in pairs
     ]
+    known, others = rows[32:], rows[:32]
     rubric = rt.Rubric([right])
     rubric.add_metric(wrote)
     return rt.ProgramEnv(
@@ -93,8 +94,8 @@ def load_environment(codex: str = "codex", num_eval: int = 32) -> rt.Environment
             ".codex/instructions.md": INSTRUCTIONS,
         },
         collect=[OUT],
-        dataset=rows[num_eval:] * 5,  # the teacher answers each of them differently each time
-        eval_dataset=rows[:num_eval],
+        dataset=known * 5,  # the teacher answers each of them differently each time
+        eval_dataset=others if held_out else known,
         rubric=rubric,
         max_calls=3,
         time_limit_s=120,
