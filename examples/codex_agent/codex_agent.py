@@ -17,10 +17,10 @@ from typing import Any
 import rolltree as rt
 
 OUT = "out.txt"
-# `model_instructions_file` replaces Codex's own prompt of 20,000 characters.
+# In place of Codex's own instructions (`model_instructions_file`).
 INSTRUCTIONS = "You work in a folder. Call exec_command, then say Done."
 # Codex's own settings, in its own file: where its model is, and what its prompt leaves out.
-CONFIG = """
+CONFIG = """\
 model = "any"
 model_provider = "gateway"
 model_instructions_file = "instructions.md"
@@ -86,13 +86,10 @@ def load_environment(codex: str = "codex", held_out: bool = False) -> rt.Environ
     known, others = rows[32:], rows[:32]
     rubric = rt.Rubric([right])
     rubric.add_metric(wrote)
+    options = ("--skip-git-repo-check", "--ephemeral", "--sandbox=danger-full-access")
     return rt.ProgramEnv(
-        [codex, "exec", "--skip-git-repo-check", "--ephemeral", "--sandbox=danger-full-access"]
-        + ["{question}"],
-        files={
-            ".codex/config.toml": CONFIG,
-            ".codex/instructions.md": INSTRUCTIONS,
-        },
+        [codex, "exec", *options, "{question}"],
+        files={".codex/config.toml": CONFIG, ".codex/instructions.md": INSTRUCTIONS},
         collect=[OUT],
         dataset=known * 5,  # the teacher answers each of them differently each time
         eval_dataset=others if held_out else known,
