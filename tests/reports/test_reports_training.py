@@ -178,6 +178,13 @@ class TestReport:
         assert measure == f"rolltree eval add -m '{run.path}/model' -n 50 -a '{{\"level\": 2}}'"
         assert further == "rolltree train c.toml env.args.level=2 train.num_steps=6"
 
+    def test_a_model_that_was_not_exported_is_not_measured(self, tmp_path):
+        config = {"env": {"id": "add"}, "checkpoint": {"export": False}}
+        with Run.create(tmp_path / "r", config=config) as run:
+            look, further = next_commands(run, ["rolltree", "train", "c.toml"])
+        assert look.startswith("rolltree show")
+        assert further.startswith("rolltree train")
+
 
 @dataclass
 class Start:

@@ -74,7 +74,8 @@ def next_commands(
     """Return commands to try next: look closer, measure the trained model, continue training.
 
     `train_command` has the words of the command that made the run; None: a Python call made it. An
-    environment that was given as an object has no name that a command could load.
+    environment that was given as an object has no name that a command could load, and a run that
+    does not export its model has nothing to measure.
     """
     config, path = run.config, str(run.path)
     env = config.get("env") or {}
@@ -94,7 +95,9 @@ def next_commands(
         further = []
     phase = [word for done in run.evaluations()[-1:] for word in ("--phase", done.phase)]
     look = ["rolltree", "show", path, *phase, "--transcripts", "5"]
-    commands = [look, *([] if has_env_object else [measure]), *([further] if further else [])]
+    is_exported = (config.get("checkpoint") or {}).get("export", True)
+    can_measure = is_exported and not has_env_object
+    commands = [look, *([measure] if can_measure else []), *([further] if further else [])]
     by_call = [] if further else [f"the same call with {more.removeprefix('train.')}"]
     return [*(shown_command(words) for words in commands), *by_call]
 
