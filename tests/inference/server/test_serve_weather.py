@@ -84,7 +84,10 @@ class TestLarge:
         if kind == "messages":
             body = {"messages": [{"role": "user", "content": text}]}
         path = "/v1/chat/completions" if kind == "messages" else "/v1/completions"
-        slowest, status = slowest_health(served, json.dumps(body).encode(), path)
+        for _ in range(3):
+            slowest, status = slowest_health(served, json.dumps(body).encode(), path)
+            if status != 408:  # on a busy machine the body itself may come too late
+                break
         assert status == 400
         assert slowest < 30
 
