@@ -84,6 +84,7 @@ RESPONSE_TOOL = {"type": "function", **FUNCTION, "strict": True}
 RESPONSES = {
     "access_programs": [{}, {"a": "b"}],
     "background": [False, True],
+    "background_options": [{}, {"completion_window": "soonest"}, {"completion_window": "24h"}],
     "context_management": [[], [{"type": "compaction", "compact_threshold": 1000}]],
     "conversation": [None, "conv_1", {"id": "conv_1"}],
     "image": [{}, {"detail": "high"}],
