@@ -133,6 +133,43 @@ async def test_wishes_are_noted_once_and_the_same_in_every_protocol(path):
         assert "notes" not in s.trajectory[1]["response"].info
 
 
+NUMBERS = {
+    "chat/completions": "max_completion_tokens",
+    "completions": "max_tokens",
+    "responses": "max_output_tokens",
+    "messages": "max_tokens",
+}
+
+
+@pytest.mark.parametrize("path", NUMBERS)
+async def test_a_refused_setting_has_the_name_that_the_protocol_gives_it(path):
+    async with rt.gateway(rt.ScriptedClient(["a"])) as g, g.session() as s:
+        response = await posted(s, path, {**BASES[path], NUMBERS[path]: 0})
+        assert response.status_code == 400
+        error = response.json()["error"]
+        assert error["message"].startswith(f"{NUMBERS[path]} = 0 cannot be used")
+        assert error.get("param", NUMBERS[path]) == NUMBERS[path]
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "completions", "responses"])
+async def test_options_of_a_stream_are_noted_if_nothing_is_streamed(path):
+    options = {"include_obfuscation": False}
+    async with rt.gateway(rt.ScriptedClient(["a", "b"])) as g, g.session() as s:
+        body = {**BASES[path], "stream_options": options}
+        assert (await posted(s, path, {**body, "stream": True})).status_code == 200
+        assert s.notes.keys() == set()
+        assert (await posted(s, path, body)).status_code == 200
+        assert s.notes.keys() == {"stream_options"}
+
+
+async def test_an_answer_does_not_both_continue_a_message_and_begin_a_turn():
+    both = {"continue_final_message": True, "add_generation_prompt": True}
+    async with rt.gateway(rt.ScriptedClient(["a"])) as g, g.session() as s:
+        response = await posted(s, "chat/completions", {**BASES["chat/completions"], **both})
+    assert response.status_code == 400
+    assert "either continues the final message or begins a turn" in response.text
+
+
 async def test_a_note_does_not_have_the_key_that_a_field_has():
     servers = [{"type": "url", "url": "https://a", "name": "a", "authorization_token": "secret"}]
     async with rt.gateway(rt.ScriptedClient(["a"])) as g, g.session() as s:
@@ -199,7 +236,7 @@ async def test_a_program_drops_fields():
     assert state["trajectory"][0]["response"].info["notes"] == {"echo": "the session drops it"}
 
 
-@pytest.mark.parametrize("names", ["best_of", [""], [1], {"best_of": 1}])
+@pytest.mark.parametrize("names", ["best_of", [""], [1], ["a..b"], [".a"], {"best_of": 1}])
 async def test_what_is_no_list_of_names_is_refused(names):
     async with rt.gateway(rt.ScriptedClient(["a"])) as g:
         with pytest.raises(ConfigError, match="drop_fields is"):

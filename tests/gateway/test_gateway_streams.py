@@ -109,6 +109,46 @@ async def test_every_chunk_has_the_logprobs_of_its_tokens(tiny, kind, n):
     assert all(any(each == values for values in recorded) for each in streamed)
 
 
+async def test_the_deltas_of_a_response_have_the_logprobs_of_their_text(tiny):
+    asked = {"model": "m", "input": "7 + 5 =", "max_output_tokens": 16, "stream": True}
+    include = ["message.output_text.logprobs"]
+    async with rt.gateway(tiny) as g, g.session(seed=1) as s, openai_agent(s) as agent:
+        events = await stream_of(agent.responses.create(**asked, include=include))
+        plain = await stream_of(agent.responses.create(**asked))
+    deltas = [event for event in events if event.type == "response.output_text.delta"]
+    (done,) = [event for event in events if event.type == "response.output_text.done"]
+    assert len(deltas) > 5
+    for event in deltas:
+        spelled = [each.token for each in event.logprobs]
+        assert "\ufffd" in spelled or "".join(spelled) == event.delta
+    values = [each.logprob for event in deltas for each in event.logprobs]
+    assert values == [each.logprob for each in done.logprobs]
+    assert all(getattr(event, "logprobs", []) == [] for event in plain)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_the_offsets_of_tokens_in_the_text_of_a_completion(tiny, stream):
+    asked = {"model": "m", "prompt": "7 + 5 =", "max_tokens": 9, "logprobs": 1, "n": 2}
+    async with rt.gateway(tiny) as g, g.session(seed=1) as s, openai_agent(s) as agent:
+        asking = agent.completions.create(**asked, stream=stream)
+        bodies = await stream_of(asking) if stream else [await asking]
+    found = {}
+    for choice in (choice for body in bodies for choice in body.choices):
+        text, tokens, offsets = found.setdefault(choice.index, ([], [], []))
+        text.append(choice.text)
+        if choice.logprobs is not None:
+            tokens += choice.logprobs.tokens
+            offsets += choice.logprobs.text_offset
+    assert found.keys() == {0, 1}
+    for text, tokens, offsets in found.values():
+        assert len(tokens) == len(offsets) == 9
+        assert offsets[0] == 0
+        said = "".join(text)
+        starts = zip(tokens, offsets, strict=True)
+        # Tokens that are parts of a character begin where it does.
+        assert all(said[at:].startswith(token) for token, at in starts if token != "\ufffd")
+
+
 async def test_a_stream_without_logprobs_has_a_chunk_for_new_text_only():
     client = ScriptedClient(["12!"], token_delay_s=0.001)
     async with rt.gateway(client) as g, g.session() as s, openai_agent(s) as agent:

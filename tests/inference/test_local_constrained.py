@@ -123,6 +123,7 @@ async def test_an_answer_that_is_cut_is_reported_as_cut(client):
     [
         ({"guided_json": {"type": "strange"}}, "guided_json.*Invalid type: strange"),
         ({"response_format": as_format({"if": {"const": 1}})}, 'response_format.*Unimpl.*"if"'),
+        ({"guided_json": {"$ref": "https://a.b/c"}}, "guided_json cannot.*leads out of the schema"),
         ({"guided_regex": "(["}, "guided_regex cannot be compiled.*unclosed character class"),
         ({"guided_regex": "(?=a)a"}, "guided_regex cannot be compiled.*look-around"),
         ({"guided_json": {"pattern": "(b"}}, "guided_json cannot be.* [(]b: unclosed group"),

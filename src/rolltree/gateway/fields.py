@@ -7,6 +7,7 @@ nothing. Anything else is an error. Nothing is dropped but what a session says.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable, Mapping, Sized
 from dataclasses import dataclass
 from reprlib import repr as shown
@@ -21,6 +22,7 @@ _MAX_CHOICES = 256
 # Limited because every token is compared with all entries, in the thread that decodes all requests.
 _MAX_ENTRIES = {"stop": 4096, "stop_token_ids": 1024}
 _MAX_STOP_CHARACTERS = 4096
+_SETTING = re.compile(r"sampling argument (\w+)")
 
 
 Effect: TypeAlias = Literal["changes", "hint", "no effect"]
@@ -86,6 +88,7 @@ def read_fields(body: Mapping[str, Any], fields: Mapping[str, Field]) -> FieldsR
     """
     given: dict[str, Any] = {}
     asked: dict[str, Any] = {}
+    names: dict[str, str] = {}
     notes: dict[str, str] = {}
     for name, value in body.items():
         if value is None:
@@ -105,17 +108,18 @@ def read_fields(body: Mapping[str, Any], fields: Mapping[str, Field]) -> FieldsR
             given[name] = value
         elif field.use == "sampling" or (field.use == "passed" and not is_listed):
             asked[field.name or name] = value
+            names[field.name or name] = name
         elif field.use == "only" and not is_listed:
             raise disobeyed(name, value, field.why.removeprefix("refused: "))
         if field.is_noted and not is_listed:
             # Not what an object has: it may be a key for somebody's server.
             what = shown(value) if isinstance(value, str | int | float) else "something"
             notes[name] = f"{what} was asked for; {field.why}"
-    return FieldsRead(given, _sampling_of(asked), notes)
+    return FieldsRead(given, _sampling_of(asked, names), notes)
 
 
-def _sampling_of(asked: Mapping[str, Any]) -> SamplingParams:
-    """Return the sampling settings of checked fields.
+def _sampling_of(asked: Mapping[str, Any], names: Mapping[str, str]) -> SamplingParams:
+    """Return the sampling settings of checked fields; `names` has those of the protocol.
 
     Raises:
         RequestError: a value cannot be used.
@@ -123,7 +127,12 @@ def _sampling_of(asked: Mapping[str, Any]) -> SamplingParams:
     try:
         sampling = sampling_from_args(dict(asked))
     except ConfigError as error:
-        raise RequestError(str(error)) from error
+        message = str(error)
+        setting = _SETTING.match(message)
+        name = names.get(setting[1]) if setting else None
+        if setting and name:
+            message = f"{name}{message[setting.end() :]}"
+        raise RequestError(message, param=name) from error
     if sum(map(len, sampling.stop)) > _MAX_STOP_CHARACTERS:
         raise RequestError(
             f"the stop strings have more than {_MAX_STOP_CHARACTERS:,} characters in all, and "
@@ -151,12 +160,13 @@ def checked_names(names: object) -> tuple[str, ...]:
     Raises:
         ConfigError: they are not a list of names.
     """
-    if not isinstance(names, list | tuple) or not all(isinstance(n, str) and n for n in names):
+    listed = names if isinstance(names, list | tuple) else [None]
+    if not all(isinstance(name, str) and all(name.split(".")) for name in listed):
         raise ConfigError(
             f"drop_fields is {shown(names)}, not a list of names of fields, so nothing would be "
             'dropped. Write ["moderation", "reasoning.context"].'
         )
-    return tuple(names)
+    return tuple(listed)
 
 
 def without_fields(
@@ -252,6 +262,13 @@ def num_choices(given: Mapping[str, Any]) -> int:
     if not isinstance(n, int) or isinstance(n, bool) or not 1 <= n <= _MAX_CHOICES:
         raise RequestError(f"n = {shown(n)} is not a number from 1 to {_MAX_CHOICES}.", param="n")
     return n
+
+
+def notes_on_form(given: Mapping[str, Any]) -> dict[str, str]:
+    """Return a note on `stream_options` without `stream`."""
+    if given.get("stream_options") and not flag(given, "stream"):
+        return {"stream_options": "the answer is not streamed, so they ask for nothing"}
+    return {}
 
 
 def includes_usage(given: Mapping[str, Any]) -> bool:

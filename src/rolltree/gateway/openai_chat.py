@@ -17,6 +17,7 @@ from rolltree.gateway.fields import (
     flag,
     includes_usage,
     model_in,
+    notes_on_form,
     num_choices,
     read_fields,
     tools_in,
@@ -61,20 +62,26 @@ def read_chat(body: Mapping[str, Any], session: Answering) -> AgentCall:
     asked = with_top_logprobs(asked, given.get("top_logprobs", 0), session)
     if asked.extra.get("top_logprobs") and not given.get("logprobs"):
         raise RequestError("top_logprobs is for logprobs: true. Send both.", param="top_logprobs")
+    if body.get("continue_final_message") and body.get("add_generation_prompt"):
+        raise RequestError(
+            "an answer either continues the final message or begins a turn. Leave "
+            "continue_final_message or add_generation_prompt out.",
+            param="add_generation_prompt",
+        )
     if offered.custom:
         options["options"]["custom_tools"] = offered.custom
     return AgentCall(
         session.messages(given.get("messages")),
         asked,
         tools=tuple(offered.tools),
-        notes={**notes, **offered.notes},
+        notes={**notes, **offered.notes, **notes_on_form(given)},
         **options,
     )
 
 
 def read_text(body: Mapping[str, Any], session: Answering) -> AgentCall:
     """Return the call that a body of `completions` asks for."""
-    given, asked, _ = read_fields(body, TEXT_FIELDS)
+    given, asked, notes = read_fields(body, TEXT_FIELDS)
     # vLLM and OpenAI: so many, with that of the sampled token. One asks for no others here.
     number = given.get("logprobs", 0)
     if number not in (0, 1):
@@ -94,7 +101,14 @@ def read_text(body: Mapping[str, Any], session: Answering) -> AgentCall:
     first, *others = [
         each if isinstance(each, str) else ids_in(each, session, "prompt") for each in prompts
     ]
-    return AgentCall(first, asked, message_type="completion", more_prompts=tuple(others), **options)
+    return AgentCall(
+        first,
+        asked,
+        message_type="completion",
+        more_prompts=tuple(others),
+        notes={**notes, **notes_on_form(given)},
+        **options,
+    )
 
 
 def with_top_logprobs(
@@ -191,6 +205,7 @@ class CompletionWriter:
         self._base: dict[str, Any] = {}
         # How many ids of each answer were sent, whose prompts were, and the finished answers.
         self._num_sent: dict[int, int] = {}
+        self._spans: dict[int, TokenSpans] = {}
         self._prompted: set[int] = set()
         self._ended: dict[int, AgentAnswer] = {}
 
@@ -199,7 +214,7 @@ class CompletionWriter:
         choices, prompts = [], list[dict[str, Any]]()
         for index, answer in enumerate(answers):
             choice = {"index": index, "logprobs": None, **self._content(answer)}
-            choice |= self._ending(answer) | self._tokens_after(0, answer)
+            choice |= self._ending(answer) | self._tokens_after(0, replace(answer, index=index))
             prompts.append(self._prompt(answer.response.prompt_ids))
             choices.append(choice | prompts[-1] if self._choices_have_prompts else choice)
         body = self._head(answers[0].head) | {"choices": choices}
@@ -217,7 +232,9 @@ class CompletionWriter:
         if tokens is None:
             return self._chunks(delta, more, None)
         if self._wants_ids or self._wants_logprobs:
-            more = self._tokens(tokens.ids, tokens.logprobs, tokens.decode, tokens.top)
+            more = self._tokens(
+                delta.index, tokens.ids, tokens.logprobs, tokens.decode, tokens.top
+            )
         chunks = self._chunks(delta, more, tokens.prompt_ids)
         self._num_sent[delta.index] += len(tokens.ids)
         return chunks
@@ -316,10 +333,15 @@ class CompletionWriter:
                 param="logprobs" if self._wants_logprobs else "return_token_ids",
             )
         rest = slice(num_sent, None)
-        return self._tokens(ids[rest], values[rest], answer.decode, answer.top[rest])
+        return self._tokens(answer.index, ids[rest], values[rest], answer.decode, answer.top[rest])
 
     def _tokens(
-        self, ids: IntArray, values: FloatArray, decode: Decode, top: Sequence[TopLogprobs]
+        self,
+        index: int,
+        ids: IntArray,
+        values: FloatArray,
+        decode: Decode,
+        top: Sequence[TopLogprobs],
     ) -> dict[str, Any]:
         listed = ids.tolist()
         fields: dict[str, Any] = {"token_ids": listed} if self._wants_ids else {}
@@ -334,9 +356,12 @@ class CompletionWriter:
             def spell(token: int) -> str:
                 return decode([token])
 
-        write = chat_logprobs if self._is_chat else _text_logprobs
         entries = list(zip_longest(listed, values.tolist(), top[: len(listed)], fillvalue=()))
-        return fields | {"logprobs": write(entries, spell)}
+        if self._is_chat:
+            return fields | {"logprobs": chat_logprobs(entries, spell)}
+        spans = self._spans.setdefault(index, TokenSpans(decode))
+        offsets = [spans.add(token)[0] for token in listed]
+        return fields | {"logprobs": _text_logprobs(entries, spell) | {"text_offset": offsets}}
 
 
 def write_completion(call: AgentCall, answers: Sequence[AgentAnswer]) -> dict[str, Any]:
@@ -385,6 +410,7 @@ def version_spans(versions: IntArray) -> list[dict[str, Any]]:
     ]
 
 
+_MOST_IN_CHARACTER = 8
 Entry: TypeAlias = tuple[Any, ...]
 """A sampled token, its logprob, and the likeliest tokens at its place."""
 
@@ -400,8 +426,29 @@ def _text_logprobs(entries: Sequence[Entry], spell: Callable[[int], str]) -> dic
         "tokens": [spell(token) for token, *_ in entries],
         "token_logprobs": [value for _, value, _ in entries],
         "top_logprobs": top or None,
-        "text_offset": [],
     }
+
+
+class TokenSpans:
+    """The characters of each token in the text of all, which are added one by one."""
+
+    def __init__(self, decode: Decode) -> None:
+        self._decode = decode
+        # Tokens are decoded after those before them: some tokenizers leave out a first space.
+        self._window: list[int] = []
+        self._num_read = self._size = 0
+
+    def add(self, token: int) -> tuple[int, int]:
+        """Return where the text of the next token begins and ends."""
+        self._window.append(token)
+        text, begin = self._decode(self._window), self._size
+        # The tokens of one character share it. A text that never becomes one is not awaited.
+        if text.endswith("\ufffd") and len(self._window) - self._num_read < _MOST_IN_CHARACTER:
+            return begin, begin + 1
+        self._size += len(text) - len(self._decode(self._window[: self._num_read]))
+        del self._window[: self._num_read]
+        self._num_read = len(self._window)
+        return max(begin, self._size - len(self._decode([token]))), self._size
 
 
 def chat_logprobs(entries: Sequence[Entry], spell: Callable[[int], str]) -> dict[str, Any]:

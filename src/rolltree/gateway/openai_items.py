@@ -6,9 +6,9 @@ The items of one assistant turn (reasoning, text, function calls) become one mes
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, zip_longest
+from itertools import zip_longest
 from reprlib import repr as shown
 from typing import Any
 
@@ -22,10 +22,11 @@ from rolltree.gateway.messages import (
     text_at,
     tool_call,
 )
-from rolltree.gateway.openai_chat import chat_logprobs
+from rolltree.gateway.openai_chat import TokenSpans, chat_logprobs
 from rolltree.gateway.protocol import Answering
 from rolltree.gateway.tools import name_in
-from rolltree.values.types import ChatMessage, FinishReason
+from rolltree.inference.engine import TopLogprobs
+from rolltree.values.types import ChatMessage, FinishReason, FloatArray, IntArray
 from rolltree.web.guard import RequestError
 
 ENCRYPTED = "reasoning.encrypted_content"
@@ -344,6 +345,11 @@ def last_status(answer: AgentAnswer) -> str:
     return "incomplete" if answer.finish_reason in CUT_REASONS else "completed"
 
 
+def wants_logprobs(options: Mapping[str, Any]) -> bool:
+    """Return whether the request asks for the logprobs of the answer's text."""
+    return LOGPROBS in options["include"] or bool(options.get("top_logprobs"))
+
+
 def text_logprobs(answer: AgentAnswer, options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the `logprobs` of an answer's text, if the request asks for them.
 
@@ -351,7 +357,7 @@ def text_logprobs(answer: AgentAnswer, options: Mapping[str, Any]) -> dict[str, 
         RequestError: the model's server gave no ids or logprobs.
     """
     ids, values, decode = answer.response.completion_ids, answer.response.logprobs, answer.decode
-    if LOGPROBS not in options["include"] and not options.get("top_logprobs"):
+    if not wants_logprobs(options):
         return {}
     if ids is None or values is None or decode is None:
         raise RequestError(
@@ -359,21 +365,36 @@ def text_logprobs(answer: AgentAnswer, options: Mapping[str, Any]) -> dict[str, 
             "returned.",
             param="include",
         )
+    return {"logprobs": logprobs_of(answer.text, ids, values, decode, answer.top)}
+
+
+def logprobs_of(
+    said: str,
+    ids: IntArray,
+    values: FloatArray,
+    decode: Callable[[list[int]], str],
+    top: Sequence[TopLogprobs],
+) -> list[dict[str, Any]]:
+    """Return the entries of the tokens that spell a text; of all, if it is not found in theirs."""
+
+    listed = ids.tolist()
+    entries = list(zip_longest(listed, values.tolist(), top[: len(listed)], fillvalue=()))
+    # Tokens of reasoning, marks and the end are sampled, too, and are not part of the text.
+    start = decode(listed).rfind(said)
+    if start >= 0:
+        spans = map(TokenSpans(decode).add, listed)
+        stop = start + len(said)
+        entries = [
+            entry
+            for entry, (begin, end) in zip(entries, spans, strict=True)
+            if end > start and begin < stop
+        ]
 
     def spell(token: int) -> str:
         return decode([token])
 
-    listed = ids.tolist()
-    entries = list(zip_longest(listed, values.tolist(), answer.top[: len(listed)], fillvalue=()))
-    ends = list(accumulate(len(spell(token)) for token in listed))
-    # Tokens of reasoning, marks and the end are sampled, too, and are not part of the text.
-    start = "".join(map(spell, listed)).rfind(answer.text)
-    if start >= 0:
-        stop = start + len(answer.text)
-        starts = [0, *ends[:-1]]
-        spans = zip(entries, starts, ends, strict=True)
-        entries = [entry for entry, begin, end in spans if end > start and begin < stop]
-    return {"logprobs": chat_logprobs(entries, spell)["content"]}
+    content: list[dict[str, Any]] = chat_logprobs(entries, spell)["content"]
+    return content
 
 
 def output_items(answer: AgentAnswer, options: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -13,7 +13,9 @@ from dataclasses import replace
 from reprlib import repr as shown
 from typing import Any
 
-from rolltree.gateway.calls import AgentAnswer, AgentCall, AnswerDelta, AnswerHead
+import numpy as np
+
+from rolltree.gateway.calls import AgentAnswer, AgentCall, AnswerDelta, AnswerHead, DeltaTokens
 from rolltree.gateway.failures import Failure, openai_error
 from rolltree.gateway.field_table import fields_at
 from rolltree.gateway.fields import (
@@ -24,6 +26,7 @@ from rolltree.gateway.fields import (
     each,
     flag,
     model_in,
+    notes_on_form,
     read_fields,
     read_part,
     tools_in,
@@ -42,9 +45,11 @@ from rolltree.gateway.openai_items import (
     call_item,
     input_items,
     last_status,
+    logprobs_of,
     output_items,
     reasoning_item_kind,
     text_logprobs,
+    wants_logprobs,
 )
 from rolltree.gateway.protocol import Answering, SideHandler, WireProtocol, data_event
 from rolltree.gateway.tools import (
@@ -91,7 +96,7 @@ _REPEATED: dict[str, Any] = {
     "include": [],
 }
 """The request's fields that a response repeats, with their values if the request has none."""
-_UNSHOWN = frozenset(["include", "namespaces", "custom_tools"])
+_UNSHOWN = frozenset(["include", "logprobs", "namespaces", "custom_tools"])
 """The options that a response does not show."""
 _SETTINGS = {"temperature": "temperature", "top_p": "top_p", "max_output_tokens": "max_tokens"}
 _TOOL_FIELDS = ("name", "description", "parameters", "strict")
@@ -125,9 +130,10 @@ def read_responses(body: Mapping[str, Any], session: Answering) -> AgentCall:
         stream=flag(given, "stream"),
         options={
             **_options(body, given, session.sampling_for(asked), session.keeps_answers),
+            **({"logprobs": True} if LOGPROBS in given.get("include", []) else {}),
             **offered.options,
         },
-        notes={**notes, **wished, **offered.notes, **chosen.notes},
+        notes={**notes, **wished, **offered.notes, **chosen.notes, **notes_on_form(given)},
     )
 
 
@@ -384,6 +390,11 @@ class ResponseEvents:
         self._texts: list[str] = []
         self._call: dict[str, Any] | None = None
         self._logprobs: dict[str, Any] = {}
+        # Tokens whose text is still to come: what may be the begin of a mark is held back.
+        self._held: list[DeltaTokens] = []
+        # How many logprobs were sent with deltas, and those for the last delta.
+        self._num_sent = 0
+        self._rest: list[dict[str, Any]] = []
 
     def begin(self, head: AnswerHead) -> Iterable[bytes]:
         """Return the events that the response was created and is in progress."""
@@ -394,10 +405,16 @@ class ResponseEvents:
 
     def delta(self, delta: AnswerDelta) -> Iterable[bytes]:
         """Return the events for a delta."""
+        if delta.tokens is not None:
+            self._held.append(delta.tokens)
         if delta.reasoning:
             yield from self._say(reasoning_item_kind(self._options), delta.reasoning)
+            self._held.clear()
         if delta.content:
-            yield from self._say(MESSAGE_ITEM, delta.content)
+            logprobs = self._logprobs_of(delta.content)
+            yield from self._say(MESSAGE_ITEM, delta.content, logprobs=logprobs)
+            self._num_sent += len(logprobs)
+            self._held.clear()
         for index, call in enumerate(delta.tool_calls):
             yield from self._close()
             self._call = call_item(self._head.id, index, call, self._options)
@@ -410,11 +427,13 @@ class ResponseEvents:
 
     def end(self, answer: AgentAnswer) -> Iterable[bytes]:
         """Return the events that end the last item, and the whole response."""
+        every = text_logprobs(answer, self._options) if answer.text else {}
+        self._rest = every.get("logprobs", [])[self._num_sent :]
         yield from self.delta(answer.rest)
         if self._call is None and self._kind is not MESSAGE_ITEM:
             yield from self._open(MESSAGE_ITEM)
         if self._kind is MESSAGE_ITEM:
-            self._logprobs = text_logprobs(answer, self._options)
+            self._logprobs = every
         yield from self._close(last_status(answer))
         response = _finished(answer, self._options)
         yield self._event(f"response.{response['status']}", response=response)
@@ -433,11 +452,18 @@ class ResponseEvents:
         response["error"] = {"code": code, "message": failure.message}
         yield self._event("response.failed", response=response)
 
-    def _say(self, kind: TextItem, text: str) -> Iterator[bytes]:
+    def _logprobs_of(self, said: str) -> list[dict[str, Any]]:
+        if not self._held or not wants_logprobs(self._options):
+            return self._rest
+        ids = np.concatenate([each.ids for each in self._held])
+        values = np.concatenate([each.logprobs for each in self._held])
+        return logprobs_of(said, ids, values, self._held[0].decode, ())
+
+    def _say(self, kind: TextItem, text: str, **more: Any) -> Iterator[bytes]:
         if self._kind is not kind:
             yield from self._open(kind)
         self._texts.append(text)
-        yield self._of_text(f"{kind.text_event}.delta", delta=text)
+        yield self._of_text(f"{kind.text_event}.delta", delta=text, **more)
 
     def _open(self, kind: TextItem) -> Iterator[bytes]:
         yield from self._close()
@@ -470,7 +496,7 @@ class ResponseEvents:
 
     def _of_text(self, name: str, **values: Any) -> bytes:
         if self._kind is MESSAGE_ITEM:
-            values = {**values, "logprobs": [], **self._logprobs}
+            values = {"logprobs": [], **self._logprobs, **values}
         return self._of_part(name, **values)
 
     def _of_part(self, name: str, **values: Any) -> bytes:

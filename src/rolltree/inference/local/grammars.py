@@ -117,6 +117,8 @@ def _reason(error: str) -> str:
     >>> _reason("regex parse error:\\n    (b\\n    ^\\nerror: unclosed group")
     'regex parse error: (b: unclosed group'
     """
+    if "not present in a registry" in error:
+        return "a $ref leads out of the schema, and nothing is fetched"
     # The lines between are the pattern or the grammar, with a mark below the place.
     first, *lines = error.strip().splitlines()
     for line in lines:
