@@ -195,6 +195,13 @@ class TestLoading:
                 load_tokenizer(str(model))
             assert_sentences(str(caught.value))
 
+    def test_a_folder_without_a_tokenizer_such_as_a_checkpoint_is_refused(self, model):
+        for file in model.glob("tokenizer*"):
+            file.unlink()
+        for load in (load_model, load_tokenizer):
+            with pytest.raises(ConfigError, match="it has no tokenizer. If it is the checkpoint"):
+                load(str(model))
+
     def test_missing_weights_are_no_random_numbers(self, model):
         from safetensors.torch import load_file, save_file
 

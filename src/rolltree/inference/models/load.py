@@ -178,7 +178,6 @@ def load_model(name: str, dtype: str = "float32", *, device: str = "cpu") -> tup
     path = resolve_model(name)
     check_device(device)
     from safetensors import SafetensorError
-    from transformers import AutoTokenizer
 
     from rolltree.inference.models.layouts import open_weights
 
@@ -186,7 +185,7 @@ def load_model(name: str, dtype: str = "float32", *, device: str = "cpu") -> tup
     try:
         # Hides progress bars, which go to stderr.
         with contextlib.redirect_stderr(io.StringIO()):
-            tokenizer = AutoTokenizer.from_pretrained(path, **_SAFE)
+            tokenizer = _read_tokenizer(path)
             model = _with_weights(path, dtype, weights)
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise ConfigError(
@@ -195,6 +194,20 @@ def load_model(name: str, dtype: str = "float32", *, device: str = "cpu") -> tup
             "the folder. Check the folder, or update transformers."
         ) from error
     return model.to(device).eval(), tokenizer
+
+
+def _read_tokenizer(path: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(path, **_SAFE)
+    # Where there is none, transformers makes one that knows no word.
+    files = {"tokenizer.json", *tokenizer.vocab_files_names.values()}
+    if not any((path / name).is_file() for name in files):
+        raise ValueError(
+            "it has no tokenizer. If it is the checkpoint of a run: those are for going on with "
+            "it, and the model with its tokenizer is in the run's folder model."
+        )
+    return tokenizer
 
 
 def load_tokenizer(name: str) -> Any:
@@ -221,11 +234,9 @@ def load_tokenizer(name: str) -> Any:
             "makes, nor a name of the Hugging Face hub (owner/name)."
             f"{did_you_mean(name, MADE_MODELS)}"
         )
-    from transformers import AutoTokenizer
-
     try:
         with contextlib.redirect_stderr(io.StringIO()):
-            return AutoTokenizer.from_pretrained(path, **_SAFE)
+            return _read_tokenizer(path)
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise ConfigError(
             f"{path} has no tokenizer that can be loaded: {as_sentence(error)} Point at the folder "
