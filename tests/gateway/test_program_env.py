@@ -558,7 +558,7 @@ async def agent(session, state):
         (["x"], {"env": {"A": "{info.repo}"}}, "this row does not have"),
         (["x"], {"files": {"a": "{nothing}"}}, "this row does not have"),
         (["x"], {"time_limit_s": 0}, "time_limit_s is 0"),
-        (["x"], {"sandbox_limits": Limits()}, "without a sandbox"),
+        (agent, {"sandbox_limits": Limits()}, "sandbox_limits is for commands"),
         (["x"], {"system_prompt": "be good"}, "'system_prompt' has no effect"),
         (["x"], {"max_calls": 0}, "max_calls is 0"),
     ],
@@ -609,3 +609,38 @@ def test_a_column_that_the_outcome_would_hide_is_refused():
     rows = [{"question": "q", "answer": "a", "program": "p"}]
     with pytest.raises(ConfigError, match="Rename it"):
         rt.ProgramEnv(["true"], dataset=rows, rubric=rt.Rubric([lambda: 1.0]))
+
+
+# -- limits without a sandbox ---------------------------------------------------------------------
+
+GREEDY = {
+    "memory": ("kept = bytearray(2**29); kept[::4096] = b'x' * 2**17", {"memory_bytes": 2**28}),
+    # Each of the two has less than the limit.
+    "memory of all": (
+        "os.fork(); kept = bytearray(150 * 2**20); kept[::4096] = b'x' * 38400",
+        {"memory_bytes": 2**28},
+    ),
+    "disk": ("open('a', 'wb').write(bytes(2**24))", {"disk_bytes": 2**20}),
+    "disk of many": ("[open(str(i), 'w') for i in range(50)]", {"max_files": 20}),
+    "cpu": ("while True: pass", {"cpu_s": 0.5}),
+    "processes": ("[os.fork() for _ in range(6)]", {"max_processes": 8}),
+}
+
+
+@pytest.mark.parametrize("what", GREEDY)
+def test_a_command_without_a_sandbox_is_held_to_the_limits_that_were_asked_for(what):
+    code, limits = GREEDY[what]
+    program = script(f"ask('q'); {code}; time.sleep(600)" if what != "cpu" else f"ask('q')\n{code}")
+    (state,) = play(program, sandbox_limits=Limits(wall_s=600, **limits))
+    assert (state["program"]["ended"], state["truncation_reason"]) == (what.split()[0], "env")
+    assert (state["error"], state["reward"]) == (None, 1.0)
+    level = state["sandbox_level"]
+    assert level["protections"]["memory"].startswith("polled")
+    assert "network" in level["missing"]
+
+
+def test_a_command_without_limits_is_not_watched():
+    code, _ = GREEDY["disk"]
+    (state,) = play(script(f"ask('q'); {code}"))
+    assert (state["program"]["ended"], state["program"]["exit_status"]) == ("exit", 0)
+    assert "memory" in state["sandbox_level"]["missing"]

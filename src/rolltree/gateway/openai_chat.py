@@ -232,9 +232,7 @@ class CompletionWriter:
         if tokens is None:
             return self._chunks(delta, more, None)
         if self._wants_ids or self._wants_logprobs:
-            more = self._tokens(
-                delta.index, tokens.ids, tokens.logprobs, tokens.decode, tokens.top
-            )
+            more = self._tokens(delta.index, tokens.ids, tokens.logprobs, tokens.decode, tokens.top)
         chunks = self._chunks(delta, more, tokens.prompt_ids)
         self._num_sent[delta.index] += len(tokens.ids)
         return chunks

@@ -369,21 +369,20 @@ def text_logprobs(answer: AgentAnswer, options: Mapping[str, Any]) -> dict[str, 
 
 
 def logprobs_of(
-    said: str,
+    text: str,
     ids: IntArray,
     values: FloatArray,
     decode: Callable[[list[int]], str],
     top: Sequence[TopLogprobs],
 ) -> list[dict[str, Any]]:
     """Return the entries of the tokens that spell a text; of all, if it is not found in theirs."""
-
     listed = ids.tolist()
     entries = list(zip_longest(listed, values.tolist(), top[: len(listed)], fillvalue=()))
     # Tokens of reasoning, marks and the end are sampled, too, and are not part of the text.
-    start = decode(listed).rfind(said)
+    start = decode(listed).rfind(text)
     if start >= 0:
         spans = map(TokenSpans(decode).add, listed)
-        stop = start + len(said)
+        stop = start + len(text)
         entries = [
             entry
             for entry, (begin, end) in zip(entries, spans, strict=True)

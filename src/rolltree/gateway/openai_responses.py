@@ -452,12 +452,12 @@ class ResponseEvents:
         response["error"] = {"code": code, "message": failure.message}
         yield self._event("response.failed", response=response)
 
-    def _logprobs_of(self, said: str) -> list[dict[str, Any]]:
+    def _logprobs_of(self, text: str) -> list[dict[str, Any]]:
         if not self._held or not wants_logprobs(self._options):
             return self._rest
         ids = np.concatenate([each.ids for each in self._held])
         values = np.concatenate([each.logprobs for each in self._held])
-        return logprobs_of(said, ids, values, self._held[0].decode, ())
+        return logprobs_of(text, ids, values, self._held[0].decode, ())
 
     def _say(self, kind: TextItem, text: str, **more: Any) -> Iterator[bytes]:
         if self._kind is not kind:

@@ -112,7 +112,8 @@ class ProgramEnv(Environment):
             as a dict, or a function of a `FinishedCall` (docs/gateway.md, What is trained).
         sandbox: "local" or a `LocalBackend`: the command can reach the gateway and nothing else.
             None runs it as the user of this process.
-        sandbox_limits: the command's limits in the sandbox.
+        sandbox_limits: the command's limits. Without a sandbox none holds but these, which are
+            watched: memory, CPU time, processes and files of the folder.
         collect: names or patterns of files whose texts `state["program"]["files"]` has at the end,
             at most 100 of them; `num_files_left_out` counts the rest.
         max_file_bytes: the largest file that is collected.
@@ -196,11 +197,8 @@ class ProgramEnv(Environment):
         self.drop_fields = checked_names(drop_fields)
         self.train_calls = checked_rule(train_calls)
         self.backend = _local_backend(sandbox)
-        if sandbox is None and sandbox_limits is not None:
-            raise ConfigError(
-                "sandbox_limits has no effect without a sandbox. Pass sandbox='local', or leave "
-                "the limits out."
-            )
+        # Of a command without a sandbox, limits are watched only if they were asked for.
+        self._unconfined = UnconfinedBackend(is_limited=sandbox_limits is not None)
         self.sandbox_limits = sandbox_limits or PROGRAM_LIMITS
         self._zygote = self._zygote_of(preload)
         self.collect = tuple(collect)
@@ -421,7 +419,7 @@ class ProgramEnv(Environment):
     async def new_folder(self, reach: Path | None, state: State) -> FolderSandbox:
         """Return a folder for a command; in a sandbox, `reach` is the gateway's socket."""
         if self.backend is None:
-            folder = await UnconfinedBackend().create(limits=self.sandbox_limits)
+            folder = await self._unconfined.create(limits=self.sandbox_limits)
             folder.zygote = self._zygote
             return folder
         assert reach is not None

@@ -200,7 +200,7 @@ def _read_tokenizer(path: Path) -> Any:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(path, **_SAFE)
-    # Where there is none, transformers makes one that knows no word.
+    # Without such a file, transformers makes a tokenizer that knows no words.
     files = {"tokenizer.json", *tokenizer.vocab_files_names.values()}
     if not any((path / name).is_file() for name in files):
         raise ValueError(
