@@ -73,7 +73,12 @@ class TokenWriter(CompletionWriter):
         return super()._prompt(ids) if self._wants_prompt else {}
 
     def _tokens(
-        self, ids: IntArray, values: FloatArray, decode: Decode, top: Sequence[TopLogprobs]
+        self,
+        index: int,
+        ids: IntArray,
+        values: FloatArray,
+        decode: Decode,
+        top: Sequence[TopLogprobs],
     ) -> dict[str, Any]:
         listed = ids.tolist()
         if not self._wants_logprobs:
