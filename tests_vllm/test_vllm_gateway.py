@@ -1,13 +1,14 @@
 """A gateway in front of a real vLLM server: token-in, streaming, and the end of a request."""
 
 import asyncio
+import json
 import time
 
 import httpx
 import numpy as np
 import openai
 import pytest
-from vllm_kit import vllm_server
+from vllm_kit import teacher_forced, vllm_server
 
 import rolltree as rt
 from rolltree.inference import ChatRenderer, EndpointPool, OpenAIClient
@@ -117,4 +118,54 @@ async def test_hanging_up_ends_the_request_on_the_server(url, renderer, way):
             sampled = metric(url, "vllm:generation_tokens_total") - before
         assert 0 < sampled < 800
         assert len(s.trajectory) == 0
+    await client.aclose()
+
+
+# -- answers of a form ---------------------------------------------------------------------------
+
+NUMBER = {
+    "type": "object",
+    "properties": {"answer": {"enum": [12, 13]}},
+    "required": ["answer"],
+    "additionalProperties": False,
+}
+FORMS = {
+    "response_format": (
+        {"type": "json_schema", "json_schema": {"name": "number", "schema": NUMBER}},
+        lambda text: json.loads(text)["answer"] in (12, 13),
+    ),
+    "structured_outputs": ({"choice": ["red", "green"]}, {"red", "green"}.__contains__),
+}
+
+
+@WAYS
+@pytest.mark.parametrize("name", FORMS)
+async def test_an_answer_has_the_form_that_the_agent_asks_for_and_its_tokens_are_exact(
+    url, renderer, loaded, way, name
+):
+    form, fits = FORMS[name]
+    client = client_of(url, renderer, way)
+    async with rt.gateway(client) as g, g.session(sampling={"temperature": 1.0}) as s:
+        async with openai.AsyncOpenAI(base_url=s.base_url, api_key=s.api_key) as agent:
+            for seed in range(4):
+                answer = await agent.chat.completions.create(
+                    model="any",
+                    messages=[{"role": "user", "content": "What is 7 + 5?"}],
+                    max_tokens=60,
+                    seed=seed,
+                    extra_body={name: form},
+                )
+                text = answer.choices[0].message.content
+                cut = answer.choices[0].finish_reason == "length"  # JSON may have many spaces
+                assert cut or fits(text), text
+        assert s.changed_sampling.keys() == {0, 1, 2, 3}
+        for step in s.trajectory:
+            response = step["response"]
+            ids, logprobs = response.completion_ids.tolist(), response.logprobs
+            assert len(ids) == len(logprobs)
+            spelled = renderer.decode(ids)
+            assert spelled.startswith(step["completion"][-1]["content"])
+            # Of the distribution that was left by the form: more likely than among all tokens.
+            free = teacher_forced(loaded[0], response.prompt_ids, response.completion_ids, 1.0)
+            assert logprobs.sum() > free.sum()
     await client.aclose()
