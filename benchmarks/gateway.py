@@ -8,7 +8,8 @@ A fake server in a process of its own answers every call after 20 ms, with ids t
 earlier ones byte for byte. The same conversations (32 sessions of 50 turns, 256 of 20, 1,000 of 5;
 each turn adds 200 characters and gets 200 back) go to it from an `OpenAIClient`, through a gateway,
 and through litellm's proxy, each in its own process, whose CPU time and memory are read. The
-gateway has a secret per session, records the token trees, and keeps every call on disk.
+gateway has a secret per session, records the token trees, and keeps every call on disk. The time
+to the first token is that of the embedded engine, called directly and streamed through a gateway.
 """
 
 from __future__ import annotations
@@ -269,6 +270,49 @@ async def through_litellm(
             return await measure(process, [(url, key)] * (num_sessions + 1), num_turns)
 
 
+async def first_tokens(num_calls: int = 60) -> dict[str, dict[str, float]]:
+    """Return the ms to the first token of the embedded engine: called directly, and streamed.
+
+    The two are asked in turn, so that what else the machine does meets both.
+    """
+    import rolltree as rt
+    from rolltree.inference.call import ModelCall
+    from rolltree.values.types import SamplingParams
+
+    client = rt.local_client(*rt.load_model("tiny"))
+    waits: dict[str, list[float]] = {"direct": [], "gateway": []}
+
+    async def ask_directly(question: str) -> None:
+        began_s, first = time.perf_counter(), list[float]()
+        call = ModelCall(
+            [{"role": "user", "content": question}],
+            SamplingParams(max_tokens=4),
+            on_delta=lambda _: first.append(time.perf_counter()),
+        )
+        await call.to(client)
+        waits["direct"].append(1000 * (first[0] - began_s))
+
+    async with rt.gateway(client) as g, g.session() as s, aiohttp.ClientSession() as http:
+        headers = {"Authorization": f"Bearer {s.api_key}"}
+        for at in range(2 * num_calls):
+            question = f"{at // 2} {ASKED}"
+            if at % 2:
+                await ask_directly(question[::-1])
+                continue
+            body = {"messages": [{"role": "user", "content": question}], "model": "tiny"}
+            body |= {"max_tokens": 4, "stream": True}
+            began_s = time.perf_counter()
+            async with http.post(f"{s.base_url}/chat/completions", json=body, headers=headers) as r:
+                await r.content.readline()
+                waits["gateway"].append(1000 * (time.perf_counter() - began_s))
+                await r.read()
+    await client.aclose()
+    return {
+        name: {"first_token_ms": sorted(each[5:])[(len(each) - 5) // 2]}
+        for name, each in waits.items()
+    }
+
+
 async def compare(options: argparse.Namespace) -> dict[str, dict[str, dict[str, float]]]:
     port, rows = free_port(), dict[str, dict[str, dict[str, float]]]()
     upstream = f"http://127.0.0.1:{port}/v1"
@@ -286,12 +330,13 @@ async def compare(options: argparse.Namespace) -> dict[str, dict[str, dict[str, 
                 )
         half = await through_gateway(upstream, 32, 25)
     rows["32 x 25"] = {"gateway": half}
+    rows["first token"] = await first_tokens()
     return rows
 
 
 def show(rows: dict[str, dict[str, dict[str, float]]]) -> None:
     names = ("cpu_ms", "calls_per_s", "p50_ms", "p99_ms", "memory_mib", "session_kib")
-    names = (*names, "bytes_per_token")
+    names = (*names, "bytes_per_token", "first_token_ms")
     print(f"{'sessions x turns':18}{'':9}" + "".join(f"{name:>16}" for name in names))
     for setting, row in rows.items():
         for who, found in row.items():
@@ -318,11 +363,17 @@ def main() -> int:
     at_256, whole, half = rows["256 x 20"], rows["32 x 50"]["gateway"], rows["32 x 25"]["gateway"]
     added = at_256["gateway"]["cpu_ms"] - at_256["direct"]["cpu_ms"]
     growth = whole["session_kib"] / half["session_kib"]
+    first = {who: found["first_token_ms"] for who, found in rows["first token"].items()}
     return conclude(
         options,
         [
             Bar.below("ms of CPU that the gateway adds to a call at 256 sessions", added, 1.0),
             # Twice the turns are twice the tokens; keeping every prompt would make it four times.
+            Bar.at_most(
+                "ms that the gateway adds to the first token of the embedded engine",
+                first["gateway"] - first["direct"],
+                5.0,
+            ),
             Bar.at_most("times the memory of a session for twice the turns", growth, 2.6),
         ],
         rows,

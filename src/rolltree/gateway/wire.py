@@ -9,6 +9,7 @@ import asyncio
 import hashlib
 import logging
 import re
+import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Iterable, Mapping
 from contextlib import aclosing, suppress
@@ -261,6 +262,7 @@ class EventStream(Response):
         self._request, self._protocol, self._session = request, protocol, session
         self._call, self._origin = call, origin
         self._has_begun = False
+        self._sending, self._sent_s = asyncio.Lock(), time.monotonic()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the events until the answer ends or the client leaves."""
@@ -294,41 +296,48 @@ class EventStream(Response):
     ) -> list[AgentAnswer]:
         head = await anext(stream)
         assert isinstance(head, AnswerHead)
-        coming: asyncio.Future[Any] | None = None
         answers = list[AgentAnswer]()
+        # Beside this task, which waits for the next part itself: every task between the engine and
+        # the socket costs a turn of the loop, which an engine in this process holds up.
+        pings = asyncio.ensure_future(self._ping(head, writer, send))
         try:
-            while True:
-                coming = coming or asyncio.ensure_future(anext(stream, None))
-                done, _ = await asyncio.wait((coming,), timeout=PING_S)
-                part = coming.result() if done else None
-                if not self._has_begun:
-                    size = None if part is None else part.num_prompt_tokens
-                    await self._begin(writer.begin(replace(head, num_prompt_tokens=size)), send)
-                if not done:
-                    await self._send(send, self._protocol.ping)
-                    continue
-                coming = None
-                if part is None:
-                    return answers
-                if isinstance(part, AgentAnswer):
+            async for part in stream:
+                is_last = isinstance(part, AgentAnswer)
+                async with self._sending:
+                    await self._begin(
+                        replace(head, num_prompt_tokens=part.num_prompt_tokens), writer, send
+                    )
+                    for event in (writer.end if is_last else writer.delta)(part):
+                        await self._send(send, event)
+                if is_last:
                     answers.append(part)
-                for event in (writer.end if isinstance(part, AgentAnswer) else writer.delta)(part):
-                    await self._send(send, event)
         finally:
-            if coming is not None and not coming.done():
-                coming.cancel()
-                await asyncio.wait((coming,))
+            pings.cancel()
+            await asyncio.wait((pings,))
+        return answers
 
-    async def _begin(self, events: Iterable[bytes], send: Send) -> None:
+    async def _ping(self, head: AnswerHead, writer: EventWriter, send: Send) -> None:
+        while True:
+            await asyncio.sleep(self._sent_s + PING_S - time.monotonic())
+            if time.monotonic() < self._sent_s + PING_S:
+                continue
+            async with self._sending:
+                await self._begin(head, writer, send)
+                await self._send(send, self._protocol.ping)
+
+    async def _begin(self, head: AnswerHead, writer: EventWriter, send: Send) -> None:
+        if self._has_begun:
+            return
         self._has_begun = True
-        head = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
-        await send(head)
-        for event in events:
+        start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
+        await send(start)
+        for event in writer.begin(head):
             await self._send(send, event)
 
     async def _send(self, send: Send, data: bytes, more: bool = True) -> None:
         async with asyncio.timeout(self._request.app.state.write_timeout_s):
             await send({"type": "http.response.body", "body": data, "more_body": more})
+        self._sent_s = time.monotonic()
 
 
 def beside(protocol: WireProtocol, side: Any) -> Handler:
