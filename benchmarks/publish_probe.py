@@ -21,7 +21,8 @@ from verdict import Bar, conclude, make_parser
 from rolltree.inference.local import local_client
 from rolltree.inference.models import load_model
 from rolltree.training import Trainer, load_train_config
-from rolltree.training.publishing import Publisher, _compare, next_logprobs
+from rolltree.training.publishing import Publisher
+from rolltree.training.weight_probe import _compare, next_logprobs
 from rolltree.values.types import FinishReason, Records, Sample, SampleOrigin
 
 WORDS = ("apple", "stone", "river", "cloud")
@@ -67,7 +68,7 @@ async def measure(lr: float) -> dict[str, Any]:
     old = copy.deepcopy(model)
     publisher.expect(samples)
     trainer.step(samples, 1)
-    after = next_logprobs(model, publisher._prompts)
+    after = next_logprobs(model, publisher._probe._prompts)
     half, before = copy.deepcopy(model), dict(old.named_parameters())
 
     def judge(part: str) -> tuple[float, bool]:
@@ -77,7 +78,7 @@ async def measure(lr: float) -> dict[str, Any]:
         with torch.no_grad():
             for name, tensor in kept.items():
                 tensor.copy_(before[name])
-            logprobs = next_logprobs(half, publisher._prompts)
+            logprobs = next_logprobs(half, publisher._probe._prompts)
             for name, tensor in kept.items():
                 tensor.copy_(new[name])
         rng = np.random.default_rng(1)
@@ -88,7 +89,7 @@ async def measure(lr: float) -> dict[str, Any]:
             ]
         ).astype(np.int32)
         rows = np.arange(len(ids)) % len(after)
-        found = _compare(ids, logprobs[rows, ids], publisher._before, after)
+        found = _compare(ids, logprobs[rows, ids], publisher._probe._before, after)
         return found.error, found.why_not(noise, 0.01) is not None
 
     layers = [f"layers.{n}." for n in range(model.config.num_hidden_layers)]

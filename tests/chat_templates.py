@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from rolltree.inference import ChatRenderer
 from rolltree.inference.models.made import CHAT_TEMPLATE as MADE
 from rolltree.testing import CHATML_TEMPLATE, ByteTokenizer
@@ -215,6 +217,20 @@ class Template:
         special = list(dict.fromkeys([*_SPECIAL.findall(self.source), "<|endoftext|>"]))
         end = next(text for text in _ENDS if text in special)
         return kind(ByteTokenizer(source, special, end), **settings)
+
+
+def extended(
+    renderer: ChatRenderer,
+    previous_ids: Any,
+    messages: list[dict[str, Any]],
+    num_old: int,
+    tools: list[dict[str, Any]] | None = None,
+) -> Any:
+    """Return the whole next prompt; the arguments are those of `ChatRenderer.continuation`."""
+    found = renderer.continuation(previous_ids, messages, num_old, tools)
+    if found.suffix is None:
+        return found.rendered
+    return np.concatenate([np.asarray(previous_ids, np.int32), found.suffix])
 
 
 def all_templates() -> dict[str, Template]:

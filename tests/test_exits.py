@@ -146,7 +146,7 @@ class AsWritten(ChatRenderer):
     """Renders a history only as it is, as other servers do."""
 
     def render(self, messages, tools=None, *, add_generation_prompt=True):
-        template = self._variant(tools).template
+        template = self._templates[self._kind(tools)]
         text = template.render(messages, tools, add_generation_prompt=add_generation_prompt)
         return self.vocabulary.encode_start(text)
 

@@ -124,11 +124,11 @@ def test_files_that_the_code_cites_exist():
 
 
 def test_settings_exist():
-    from rolltree.training.config import _SECTIONS
+    from rolltree.training.config import SECTIONS
 
     sections = {
         name: {field.name for field in msgspec.structs.fields(section)}
-        for name, section in _SECTIONS.items()
+        for name, section in SECTIONS.items()
         if name != "env"  # on most pages `env` is an environment
     }
     no_settings = {
@@ -150,7 +150,7 @@ def test_settings_exist():
 
 
 def test_the_settings_page_has_every_key_with_its_default():
-    from rolltree.training.config import _SECTIONS
+    from rolltree.training.config import SECTIONS
 
     text = (ROOT / "docs" / "settings.md").read_text(encoding="utf-8")
     documented = {}
@@ -163,7 +163,7 @@ def test_the_settings_page_has_every_key_with_its_default():
         (name, field.name): field.default_factory()
         if field.default is msgspec.NODEFAULT
         else field.default
-        for name, section in _SECTIONS.items()
+        for name, section in SECTIONS.items()
         for field in msgspec.structs.fields(section)
     }
     shown = {

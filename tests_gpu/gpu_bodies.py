@@ -24,7 +24,8 @@ from rolltree.training import Trainer, load_train_config
 from rolltree.training.batches import build_batch
 from rolltree.training.forward import LogprobModel
 from rolltree.training.layout import Pattern, collate
-from rolltree.training.models.ranks import Ranks, whole
+from rolltree.training.models.ranks import Ranks
+from rolltree.training.models.shards import whole
 from rolltree.training.tree_blocks import forest_attention, tree_layout
 from rolltree.values.types import GenerateRequest, SamplingParams
 

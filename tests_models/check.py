@@ -38,7 +38,8 @@ from rolltree.training.models.lora import (
     check_copy,
     copy_weights,
 )
-from rolltree.training.models.ranks import Ranks, whole
+from rolltree.training.models.ranks import Ranks
+from rolltree.training.models.shards import whole
 from rolltree.values.errors import RolltreeError
 from rolltree.values.types import (
     FinishReason,

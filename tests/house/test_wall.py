@@ -22,8 +22,8 @@ MODULES = {
     for module in layer.split(" : ")
 }
 """The modules and packages of the wings."""
-MOST_LINES = 29_200
-"""To be lowered with every step towards design/0032's 27,000."""
+MOST_LINES = 27_000
+"""What a reader has to know of a run (design/0032)."""
 
 
 def is_wing(module):

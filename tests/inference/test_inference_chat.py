@@ -17,6 +17,7 @@ from inference_templates import (
     user,
 )
 
+from chat_templates import extended
 from rolltree.inference import ChatRenderer, TemplateError
 from rolltree.testing import ByteTokenizer
 from rolltree.values.errors import ConfigError, UnknownName
@@ -49,7 +50,7 @@ def test_the_end_token_is_learned() -> None:
 def test_a_later_prompt_is_the_exact_ids_and_what_is_new() -> None:
     messages = [user("7 + 5 =")]
     before = ids_after(CHATML, messages, "12<|im_end|>")
-    after = CHATML.extend(before, [*messages, assistant("12"), user("and 6?")], 2)
+    after = extended(CHATML, before, [*messages, assistant("12"), user("and 6?")], 2)
     assert after[: len(before)].tolist() == before.tolist()
     tail = CHATML.decode(after[len(before) :])
     assert tail == "\n<|im_start|>user\nand 6?<|im_end|>\n<|im_start|>assistant\n"
@@ -60,7 +61,7 @@ def test_a_later_prompt_is_the_exact_ids_and_what_is_new() -> None:
 def test_a_truncated_turn_is_closed_as_context() -> None:
     messages = [user("count")]
     before = ids_after(CHATML, messages, "one two thr")
-    after = CHATML.extend(before, [*messages, assistant("one two thr"), user("go on")], 2)
+    after = extended(CHATML, before, [*messages, assistant("one two thr"), user("go on")], 2)
     tail = CHATML.decode(after[len(before) :])
     assert tail == "<|im_end|>\n<|im_start|>user\ngo on<|im_end|>\n<|im_start|>assistant\n"
 
@@ -87,7 +88,7 @@ def test_sampled_ids_are_kept_where_the_text_would_be_tokenized_differently() ->
     sampled = np.array([ord("1"), ord("2"), 258], np.int32)  # the model sampled two tokens
     before = np.concatenate([renderer.render(messages), sampled])
     history = [*messages, assistant("12"), user("and?")]
-    after = renderer.extend(before, history, 2)
+    after = extended(renderer, before, history, 2)
     assert after[: len(before)].tolist() == before.tolist()
     assert renderer.decode(after) == renderer.decode(renderer.render(history))
     assert after.tolist() != renderer.render(history).tolist()
@@ -98,7 +99,7 @@ def test_new_messages_may_be_several_none_or_an_assistants() -> None:
     before = ids_after(CHATML, messages, "b<|im_end|>")
     for new in ([], [user("c"), user("d")], [user("c"), assistant("d"), user("e")]):
         history = [*messages, assistant("b"), *new]
-        assert CHATML.extend(before, history, 2).tolist() == CHATML.render(history).tolist()
+        assert extended(CHATML, before, history, 2).tolist() == CHATML.render(history).tolist()
 
 
 def test_tool_results_follow_a_tool_call() -> None:
@@ -124,14 +125,14 @@ def test_templates_without_a_close_end_with_the_next_role_marker() -> None:
     history = [*messages, assistant("b"), user("c")]
     # Sampled as an end token, the marker is not written again.
     before = ids_after(renderer, messages, "b<|user|>")
-    assert renderer.extend(before, history, 2).tolist() == renderer.render(history).tolist()
+    assert extended(renderer, before, history, 2).tolist() == renderer.render(history).tolist()
     # Another end token stands for itself: the marker is still needed.
     before = ids_after(renderer, messages, "b<|endoftext|>")
-    tail = renderer.decode(renderer.extend(before, history, 2)[len(before) :])
+    tail = renderer.decode(extended(renderer, before, history, 2)[len(before) :])
     assert tail == "<|user|>\nc<|assistant|>"
     # A truncated answer needs the marker, too.
     before = ids_after(renderer, messages, "b")
-    assert renderer.extend(before, history, 2).tolist() == renderer.render(history).tolist()
+    assert extended(renderer, before, history, 2).tolist() == renderer.render(history).tolist()
 
 
 def test_tool_calls_without_a_close_are_cut_where_they_end() -> None:
@@ -143,7 +144,7 @@ def test_tool_calls_without_a_close_are_cut_where_they_end() -> None:
     messages = [user("?")]
     before = np.concatenate([renderer.render(messages, TOOLS), sampled])
     history = [*messages, parsed.message, {"role": "tool", "content": "5"}]
-    after = renderer.extend(before, history, 2, TOOLS)
+    after = extended(renderer, before, history, 2, TOOLS)
     assert renderer.decode(after[len(before) :]) == "\n5<|assistant|>"
     assert after.tolist() == renderer.render(history, TOOLS).tolist()
 
@@ -153,7 +154,7 @@ def test_another_end_token_stands_in_for_the_close() -> None:
     assert [renderer.decode([token]) for token in renderer.end_ids] == ["<|return|>"]
     messages = [user("a")]
     before = ids_after(renderer, messages, "b<|return|>")
-    after = renderer.extend(before, [*messages, assistant("b"), user("c")], 2)
+    after = extended(renderer, before, [*messages, assistant("b"), user("c")], 2)
     tail = renderer.decode(after[len(before) :])
     assert tail == "<|im_start|>user\nc<|im_end|><|im_start|>assistant\n"
 
@@ -165,7 +166,7 @@ def test_tools_that_move_to_the_newest_message_are_not_shown_twice() -> None:
         [renderer.render(messages, TOOLS), renderer.encode_text("b</s>", start=False)]
     )
     assert renderer.decode(before).count("[TOOLS]") == 1
-    after = renderer.extend(before, [*messages, assistant("b"), user("c")], 2, TOOLS)
+    after = extended(renderer, before, [*messages, assistant("b"), user("c")], 2, TOOLS)
     assert renderer.decode(after[len(before) :]) == "[INST]c[/INST]"
 
 
@@ -173,7 +174,7 @@ def test_a_template_without_special_tokens_is_continued() -> None:
     renderer = ChatRenderer(ByteTokenizer(PLAIN))
     messages = [user("a")]
     before = ids_after(renderer, messages, " b")
-    after = renderer.extend(before, [*messages, assistant("b"), user("c")], 2)
+    after = extended(renderer, before, [*messages, assistant("b"), user("c")], 2)
     assert renderer.decode(after) == "user: a\nassistant: b\nuser: c\nassistant:"
 
 
@@ -241,7 +242,7 @@ def test_a_text_in_the_past_costs_nothing() -> None:
     renderer.vocabulary.encode = lambda text: calls.append(len(text)) or encode(text)  # type: ignore[method-assign]
     long = [user("x" * 100_000)]
     before = ids_after(renderer, long, "b<|im_end|>")
-    renderer.extend(before, [*long, assistant("b"), user("c")], 2)
+    extended(renderer, before, [*long, assistant("b"), user("c")], 2)
     assert max(calls) < 500
 
 

@@ -22,8 +22,9 @@ from inference_templates import (
     user,
 )
 
-from rolltree.inference.glue import SENTINEL, Glue, GlueError, learn_turn_tokens, stand_in
+from rolltree.inference.glue import Glue, GlueError
 from rolltree.inference.template import ChatTemplate
+from rolltree.inference.turn_tokens import SENTINEL, learn_turn_tokens, stand_in
 from rolltree.inference.vocabulary import Vocabulary
 from rolltree.testing import ByteTokenizer
 
@@ -35,7 +36,8 @@ RESULT = {"role": "tool", "content": "5", "tool_call_id": "1"}
 def glue_of(tokenizer: ByteTokenizer, end_ids: Any = ()) -> tuple[Glue, Vocabulary]:
     vocabulary = Vocabulary(tokenizer)
     template = ChatTemplate(str(tokenizer.chat_template), vocabulary.variables)
-    return Glue(template, vocabulary, end_ids), vocabulary
+    turn_tokens = learn_turn_tokens(template, vocabulary, end_ids)
+    return Glue(template, vocabulary, turn_tokens), vocabulary
 
 
 def named(vocabulary: Vocabulary, ids: Any) -> list[str]:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from inference_templates import TOOLS, complete, user
 
-from chat_templates import LEADING, all_templates
+from chat_templates import LEADING, all_templates, extended
 from rolltree import MultiTurnEnv
 from rolltree.inference import ChatRenderer, OpenAIClient, TemplateError, TokenSession
 from rolltree.inference.other_forms import other_forms
@@ -69,7 +69,7 @@ def test_every_history_of_odd_answers_has_a_prompt(name: str, history: list[Chat
     for mode, tools in itertools.product(("keep", "template"), (None, TOOLS)):
         renderer = RENDERERS[name, mode]
         assert len(renderer.render(asked, tools))
-        assert len(renderer.extend(renderer.render(asked[:1], tools), asked, 2, tools))
+        assert len(extended(renderer, renderer.render(asked[:1], tools), asked, 2, tools))
 
 
 def test_two_messages_of_a_user_are_joined_where_roles_take_turns() -> None:
@@ -316,7 +316,7 @@ def test_other_forms_are_distinct_and_leave_the_messages_alone() -> None:
 
 
 async def test_a_server_that_refuses_what_a_model_wrote_is_sent_another_form() -> None:
-    template = RENDERERS["one call", "keep"]._variants["default"].template
+    template = RENDERERS["one call", "keep"]._templates["default"]
     asked: list[int] = []
 
     async def serve(request: Request) -> Reply:

@@ -7,7 +7,7 @@ import pytest
 import rolltree as rt
 from rolltree.insight.page.pages import group_page, rollout_page
 from rolltree.store import Run, StoredRollout
-from rolltree.store.filters import matches
+from rolltree.store.conditions import matches
 
 SORTS = [
     None,

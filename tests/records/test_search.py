@@ -12,7 +12,7 @@ from rolltree.records.tokenizer import choose_tokenizer, why_raw
 from rolltree.rollouts.conversation import conversation_of
 from rolltree.rollouts.decode import decode_rollout
 from rolltree.store import Event, Run, StoredRollout
-from rolltree.store.filters import parted
+from rolltree.store.conditions import parted
 from rolltree.values.errors import ConfigError
 
 

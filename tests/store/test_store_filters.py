@@ -3,7 +3,7 @@
 import pytest
 
 from rolltree.store import Run, StoredRollout
-from rolltree.store.filters import conditions, matches
+from rolltree.store.conditions import conditions, matches
 from rolltree.values.errors import ConfigError
 
 ROWS = [

@@ -25,7 +25,7 @@ from rolltree.inference import EndpointPool, OpenAIClient, RetryPolicy
 from rolltree.inference.chat import ChatRenderer
 from rolltree.inference.openai_sdk import OpenAISDKClient
 from rolltree.rollouts.decode import decode_results
-from rolltree.rollouts.engine import batch_of
+from rolltree.samples import build_samples
 from rolltree.store import Run
 from rolltree.testing import (
     HOSTILE,
@@ -327,7 +327,8 @@ def assert_right_or_failed(result: RolloutResult) -> str:
 
 def assert_samples_are_right(results: list[RolloutResult], may_lack_logprobs: bool) -> None:
     """Check that nothing is trained but what was sampled, after what it was sampled after."""
-    made = batch_of(results, scope="turn")
+    states = [state for result in results if not result.error for state in result.states]
+    made = build_samples(states, "turn", skip_invalid=True)
     failed = [result.states[0].get("rollout_id") for result in results if result.error]
     for sample in made.samples:
         assert not {origin.rollout_id for origin in sample.origins} & {*failed}

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from rolltree.tokens import Break, BreakCause, TokenTree, explain_break
-from rolltree.tokens.breaks import surviving_tail
+from rolltree.tokens.break_causes import surviving_tail
 
 HEAD = [1, 100, 101, 9]
 ASK = [2, 110, 111, 112, 9, 3]

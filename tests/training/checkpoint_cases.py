@@ -18,9 +18,10 @@ from training_kit import group, tiny_model, tree
 from rolltree.training import Checkpoints, Trainer, TrainState, load_train_config
 from rolltree.training import checkpoint as checkpoint_room
 from rolltree.training import checkpoint_formats as formats_room
+from rolltree.training import sharded_checkpoint as sharded_room
 from rolltree.training.checkpoint_formats import export_model, trained_tensors
 from rolltree.training.models.lora import add_adapter
-from rolltree.training.models.ranks import whole
+from rolltree.training.models.shards import whole
 from rolltree.training.optim import Optimizer
 
 KINDS = ("tied", "untied", "lora")
@@ -135,6 +136,7 @@ def mine_every_call(budget):
     for place, name in (
         (checkpoint_room, "save_file"),
         (formats_room, "save_file"),
+        (sharded_room, "save_file"),
         (transformers_room, "safe_save_file"),
         (os, "fsync"),
         (shutil, "rmtree"),

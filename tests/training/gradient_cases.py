@@ -21,7 +21,7 @@ from rolltree.training.layout import collate
 from rolltree.training.logprobs import CHUNK_ROWS, gather_logprobs
 from rolltree.training.models.lora import add_adapter
 from rolltree.training.models.plain_weights import copy_weights, plain_tensors
-from rolltree.training.models.ranks import whole
+from rolltree.training.models.shards import whole
 from rolltree.values.errors import TrainingError
 
 QUIET = {"max_mismatch": 1e37, "max_tokens": 64, "skip_zero_advantage": False}

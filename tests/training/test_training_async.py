@@ -16,9 +16,9 @@ from rolltree.rollouts import RolloutEngine
 from rolltree.store import Run
 from rolltree.testing import ScriptedClient
 from rolltree.training import Silent, build_parts, load_train_config, open_run, run_training
-from rolltree.training.feeds import LEDGER, StreamFeed
 from rolltree.training.metrics import RecordStats
 from rolltree.training.no_signal_warning import NoSignalWarning
+from rolltree.training.stream_feed import LEDGER, StreamFeed
 from rolltree.values.errors import ConfigError, TrainingError
 
 

@@ -15,8 +15,8 @@ from rolltree.training import (
     export_model,
     load_train_config,
 )
-from rolltree.training.checkpoint import check_complete
 from rolltree.training.checkpoint_formats import put_in_place
+from rolltree.training.checkpoint_reading import check_complete
 from rolltree.training.models.lora import add_adapter
 from rolltree.training.optim import Optimizer
 from rolltree.values.errors import TrainingError

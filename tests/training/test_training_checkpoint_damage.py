@@ -11,7 +11,7 @@ from training_kit import tiny_model
 
 from disk_kit import read_only, resize, small_disk
 from rolltree.training import Checkpoints, TrainState
-from rolltree.training.checkpoint import check_content
+from rolltree.training.checkpoint_reading import check_content
 from rolltree.training.optim import Optimizer
 from rolltree.values.errors import TrainingError
 

@@ -67,7 +67,7 @@ class ComparedDying(Dying, Compared):
 @pytest.fixture(autouse=True)
 def no_waits(monkeypatch):
     NOTICES.clear()
-    monkeypatch.setattr(plan, "_WAITS", RetryPolicy(first_wait_s=0))
+    monkeypatch.setattr("rolltree.inference.retry.WHILE_AWAY", RetryPolicy(first_wait_s=0))
 
 
 @pytest.fixture

@@ -28,7 +28,7 @@ from rolltree.training import (
 )
 from rolltree.values.errors import ConfigError, RolltreeError, UnknownName
 
-SECTIONS = config._SECTIONS
+SECTIONS = config.SECTIONS
 
 
 def test_the_defaults_are_a_valid_config_and_round_trip():

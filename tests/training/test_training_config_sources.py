@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rolltree.training import load_train_config
-from rolltree.training.config import apply_override, parse_value
+from rolltree.training.config_input import apply_override, parse_value
 from rolltree.values.errors import ConfigError
 
 

@@ -13,7 +13,8 @@ from rolltree.store import Run
 from rolltree.testing import ScriptedClient
 from rolltree.training import Silent, load_train_config, step_requests
 from rolltree.training.credit import CREDITS
-from rolltree.training.feeds import SyncFeed, credit_of
+from rolltree.training.dynamic_sampling import DynamicFeed
+from rolltree.training.feeds import credit_of
 from rolltree.training.no_signal_warning import NoSignalWarning
 from rolltree.training.plan import replacement_requests
 from rolltree.values.errors import ConfigError, TrainingError
@@ -59,7 +60,7 @@ def feed_of(source, run, said=None, clock=None, config=CONFIG):
     warning = NoSignalWarning(said.append, clock=clock or (lambda: 0.0))
     engine = RolloutEngine(source, ScriptedClient(["x"]), max_concurrent=4)
     progress = []
-    feed = SyncFeed(
+    feed = DynamicFeed(
         config,
         engine,
         run,
@@ -80,7 +81,7 @@ def names(results):
     return list(dict.fromkeys(result.request.group_id[-3:] for result in results))
 
 
-class TestSyncFeed:
+class TestDynamicFeed:
     async def test_flat_groups_are_replaced_until_all_are_useful(self, run):
         source = Fixed(useful=("g01", "x01", "x02"))
         feed, progress = feed_of(source, run)

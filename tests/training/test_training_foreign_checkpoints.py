@@ -4,7 +4,8 @@ import os
 
 import pytest
 
-from rolltree.training.checkpoint import Checkpoints, check_complete
+from rolltree.training.checkpoint import Checkpoints
+from rolltree.training.checkpoint_reading import check_complete
 from rolltree.values.errors import TrainingError
 
 
@@ -13,12 +14,12 @@ def saved(tmp_path):
     """Return checkpoints with one empty, complete one."""
     import json
 
-    from rolltree.training.checkpoint import FORMAT, _own_checksum
+    from rolltree.training.checkpoint import FORMAT, own_checksum
 
     step = tmp_path / "run" / "checkpoints" / "step-000002"
     step.mkdir(parents=True)
     data = {"format": FORMAT, "content": "full", "state": {"step": 2, "version": 2}, "files": {}}
-    data["checksum"] = _own_checksum(data)
+    data["checksum"] = own_checksum(data)
     (step / "state.json").write_text(json.dumps(data))
     (step.parent / "latest").write_text("step-000002\n")
     assert Checkpoints(step.parent).latest() == step

@@ -24,7 +24,8 @@ from rolltree.training import (
     open_run,
     run_training,
 )
-from rolltree.training.checkpoint_formats import read_weights, trained_tensors, write_full
+from rolltree.training.checkpoint_formats import trained_tensors, write_full
+from rolltree.training.checkpoint_reading import read_weights
 from rolltree.training.models.lora import adapters_off, add_adapter, check_copy
 from rolltree.training.models.plain_weights import ADAPTER_FILE, copy_weights, plain_tensors
 from rolltree.values.errors import ConfigError, TrainingError

@@ -19,7 +19,8 @@ from rolltree.scale.servers import weight_way
 from rolltree.training import Trainer, build_parts, load_train_config, open_run, run_training
 from rolltree.training.models.lora import add_adapter
 from rolltree.training.models.plain_weights import plain_tensors
-from rolltree.training.publishing import Publisher, next_logprobs
+from rolltree.training.publishing import Publisher
+from rolltree.training.weight_probe import next_logprobs
 from rolltree.values.errors import ConfigError, TrainingError
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "inference" / "server"))

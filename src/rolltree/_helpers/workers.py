@@ -11,11 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
-import importlib
 import json
 import os
-import resource
 import select
 import signal
 import subprocess
@@ -23,29 +20,26 @@ import sys
 import tempfile
 import threading
 import time
-import traceback
 import weakref
 from collections import deque
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import IO, Any, Literal
 
 from rolltree._helpers.tasks import wait_shielded
-from rolltree._helpers.threads import run_in_thread
 
 START_LIMIT_S = 60.0
 # A process writes stdout and stderr to a temporary file, which is emptied beyond this size.
 MAX_OUTPUT_BYTES = 2**20
 _POLL_S = 0.2
 _STARVED = 10
-_HEADER = 4
+HEADER = 4
 _PASSED = (
     *("PATH", "PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "LD_LIBRARY_PATH", "TMPDIR"),
     *("LANG", "LC_ALL", "TZ"),
 )
 _BOOT = (
-    "import sys; sys.path[:] = sys.argv[4:]; from rolltree._helpers import workers; "
-    "workers.serve_requests()"
+    "import sys; sys.path[:] = sys.argv[4:]; from rolltree._helpers import worker_process; "
+    "worker_process.serve_requests()"
 )
 
 
@@ -113,11 +107,13 @@ class WorkerPool:
             WorkerDied: a limit was reached, or the process ended.
             RuntimeError: no process can be started.
         """
-        return self._call(_encode(value), self._limit(limit_s), _Call())
+        return self._call(encode_frame(value), self._limit(limit_s), _Call())
 
     async def call_async(self, value: Any) -> Any:
         """Like `call`, without blocking the event loop; cancellation kills the process."""
-        data, limit = _encode(value), self._limit(None)
+        from rolltree._helpers.threads import run_in_thread
+
+        data, limit = encode_frame(value), self._limit(None)
         call = _Call()
         work = run_in_thread(lambda: self._call(data, limit, call), name="rolltree-worker-call")
         task = asyncio.ensure_future(work)
@@ -303,16 +299,16 @@ class _Worker:
                 raise self._death() from None
 
     def _receive(self, limit: _Limit | None) -> bytes:
-        data, size = bytearray(), _HEADER
+        data, size = bytearray(), HEADER
         while len(data) < size:
             self._wait(self._readable, limit)
             read = os.read(self._from, max(65536, size - len(data)))
             if not read:
                 raise self._death()
             data += read
-            if size == _HEADER and len(data) >= _HEADER:
-                size += int.from_bytes(data[:_HEADER], "big")
-        return bytes(data[_HEADER:])
+            if size == HEADER and len(data) >= HEADER:
+                size += int.from_bytes(data[:HEADER], "big")
+        return bytes(data[HEADER:])
 
     def _wait(self, ready: select.poll, limit: _Limit | None) -> None:
         while True:
@@ -352,11 +348,11 @@ def _scrubbed() -> dict[str, str]:
     return {**kept, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
 
-def _encode(value: Any) -> bytes:
+def encode_frame(value: Any) -> bytes:
     """Return a JSON value as a length-prefixed frame."""
     # ASCII, since text of models can have lone surrogates, which UTF-8 cannot encode.
     data = json.dumps(value).encode()
-    return len(data).to_bytes(_HEADER, "big") + data
+    return len(data).to_bytes(HEADER, "big") + data
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
@@ -372,76 +368,3 @@ def _end(process: subprocess.Popen[bytes], held: int, output: IO[bytes], owner: 
     for file in (process.stdin, process.stdout, output):
         if file is not None:
             file.close()
-
-
-# In the worker process
-
-
-def serve_requests() -> None:
-    """Answer requests until the other side is gone; `_Worker` passes the arguments."""
-    target, lifeline, memory_bytes = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-    _end_with_parent(lifeline)
-    # Copies, since what the function prints or reads must not mix with the frames.
-    requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
-    null = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(null, 0)
-    os.dup2(2, 1)
-    os.close(null)
-    module, _, name = target.partition(":")
-    function: Callable[[Any], Any] = getattr(importlib.import_module(module), name)
-    if memory_bytes:
-        # After the import, which does not count towards the limit.
-        resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
-    # Encoded in advance: when it is needed, there is no memory left for it.
-    out_of_memory = _encode({"out_of_memory": True})
-    frame = _encode({"ready": True})
-    while frame is not out_of_memory:
-        replies.write(frame)
-        replies.flush()
-        if not (header := requests.read(_HEADER)):
-            return
-        try:
-            frame = _answer(function, requests.read(int.from_bytes(header, "big")))
-        except MemoryError:
-            frame = out_of_memory
-    os.write(replies.fileno(), frame)
-    os._exit(1)
-
-
-def _answer(function: Callable[[Any], Any], request: bytes) -> bytes:
-    try:
-        frame = _encode({"value": function(json.loads(request)), "reusable": _is_clean()})
-    except MemoryError:
-        raise
-    except BaseException as error:  # noqa: BLE001  a function that exits is one that fails
-        kind = type(error).__name__
-        failure = {"kind": kind, "message": str(error) or kind, "trace": traceback.format_exc()}
-        frame = _encode({"error": failure, "reusable": _is_clean()})
-    sys.stdout.flush()
-    sys.stderr.flush()
-    return frame
-
-
-def _is_clean() -> bool:
-    """Whether the call left neither threads nor processes behind."""
-    if threading.active_count() > 1:
-        return False
-    try:
-        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    except ChildProcessError:
-        return True
-    return False
-
-
-def _end_with_parent(lifeline: int) -> None:
-    """Have the kernel end this process group when the other end of the lifeline is closed."""
-    # By a signal, because work that hangs in C would never read an end of file. Not by the parent
-    # death signal, which Linux sends when the thread that started the process ends.
-    os.set_inheritable(lifeline, False)
-    fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpgrp())
-    # SIGIO's default action ends a process.
-    fcntl.fcntl(lifeline, fcntl.F_SETFL, os.O_ASYNC | os.O_NONBLOCK)
-    with contextlib.suppress(BlockingIOError):
-        # An end of file: it was closed earlier, and no signal will come.
-        if not os.read(lifeline, 1):
-            os._exit(1)

@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     from rolltree.agents.world_env import OpenEnv as OpenEnv
     from rolltree.agents.world_env import TextArenaEnv as TextArenaEnv
     from rolltree.agents.world_env import WorldEnv as WorldEnv
-    from rolltree.environments.batch_runner import GenerateMetadata as GenerateMetadata
-    from rolltree.environments.batch_runner import GenerateResults as GenerateResults
     from rolltree.environments.code_hashes import changed_code as changed_code
     from rolltree.environments.dataset import Rows as Rows
     from rolltree.environments.env_group import EnvGroup as EnvGroup
     from rolltree.environments.environment import Environment as Environment
+    from rolltree.environments.generate import GenerateMetadata as GenerateMetadata
+    from rolltree.environments.generate import GenerateResults as GenerateResults
     from rolltree.environments.lifecycle import cleanup as cleanup
     from rolltree.environments.lifecycle import stop as stop
     from rolltree.environments.lifecycle import teardown as teardown
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 _MODULES = {
     **exports(__name__),
-    "batch_runner": "GenerateMetadata GenerateResults",
+    "generate": "GenerateMetadata GenerateResults",
     "code_hashes": "changed_code",
     "dataset": "Rows",
     "environment": "Environment",

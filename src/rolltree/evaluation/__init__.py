@@ -10,12 +10,7 @@ from typing import TYPE_CHECKING
 
 from rolltree._helpers.lazy import loader
 from rolltree.evaluation.reducers import REDUCERS, EpisodeOutcome, Reducer, Settings, outcomes
-from rolltree.evaluation.report import (
-    EvalReport,
-    build_report,
-    stored_report,
-    write_results,
-)
+from rolltree.evaluation.report import EvalReport, build_report, stored_report
 from rolltree.values.estimate import Estimate, estimate, pass_at_k, pass_hat_k
 
 if TYPE_CHECKING:
@@ -24,6 +19,7 @@ if TYPE_CHECKING:
         compare_environments,
         compare_reports,
     )
+    from rolltree.evaluation.result_files import write_results
     from rolltree.evaluation.runner import EvalProgress, evaluate, evaluate_async
 
 __all__ = [
@@ -51,6 +47,7 @@ __getattr__ = loader(
     __name__,
     {
         "comparison": "Comparison compare_environments compare_reports",
+        "result_files": "write_results",
         "runner": "EvalProgress evaluate evaluate_async",
     },
 )

@@ -12,19 +12,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-import numpy as np
-
 from rolltree._helpers.untrusted import well_formed
 from rolltree.inference.formats.reader import CompletionParser, ParsedCompletion, cut_at_stop
 from rolltree.inference.formats.rows import ReasoningFormat, ToolFormat, tool_format
-from rolltree.inference.glue import PROBE, Glue, GlueError
 from rolltree.inference.template import ChatTemplate, TemplateError
+from rolltree.inference.turn_tokens import PROBE, learn_turn_tokens
 from rolltree.inference.vocabulary import BOUNDARY, Tokenizer, Vocabulary
 from rolltree.values.errors import ConfigError, did_you_mean
 from rolltree.values.types import ChatMessage, FinishReason, IntArray, SamplingParams, ToolSchema
 
 if TYPE_CHECKING:
     from rolltree.inference.formats.machine import Reading
+    from rolltree.inference.glue import Glue
 
 logger = logging.getLogger("rolltree.inference")
 History = Literal["keep", "template"]
@@ -110,19 +109,21 @@ class ChatRenderer:
         # Those of gpt-oss end the turn, too.
         marks = () if row.grammar == "harmony" else row.marks
         of_calls = self.vocabulary.ids_of(marks)
-        self._variants = {
-            kind: Glue(ChatTemplate(source, names), self.vocabulary, end_ids, of_calls)
-            for kind, source in sources.items()
+        self._templates = {kind: ChatTemplate(source, names) for kind, source in sources.items()}
+        self._turns = {
+            kind: learn_turn_tokens(each, self.vocabulary, end_ids, of_calls)
+            for kind, each in self._templates.items()
         }
-        known = [end for glue in self._variants.values() for end in glue.turn_tokens.end_ids]
+        self._glues: dict[str, Glue] = {}
+        known = [end for turn in self._turns.values() for end in turn.end_ids]
         self.end_ids = tuple(dict.fromkeys((*known, *end_ids, *self.vocabulary.end_ids)))
         """Token ids that end a turn: an engine stops after sampling one of them."""
-        default = self._variants.get("tool_use") or self._variants.get("default")
+        default = self._turns.get("tool_use") or self._turns.get("default")
         self._parser = CompletionParser(
             shows_calls,
             tool_parser=tool_parser,
             reasoning=reasoning,
-            start=default.turn_tokens.start if default else "",
+            start=default.start if default else "",
             ids_of=self.vocabulary.ids_of,
             respond=(
                 getattr(tokenizer, "parse_response", None)
@@ -148,20 +149,27 @@ class ChatRenderer:
 
         return other_renderer(self, self._arguments, self._others, variables)
 
-    def _variant(self, tools: Sequence[ToolSchema] | None) -> Glue:
-        """Return the template for a call with or without tools.
+    def _kind(self, tools: Sequence[ToolSchema] | None) -> str:
+        """Return which template is that of calls with or without tools.
 
         Raises:
             ConfigError: there is no template.
         """
-        variant = self._variants.get("tool_use") if tools else None
-        variant = variant or self._variants.get("default")
-        if variant is None:
+        if not self._templates:
             raise ConfigError(
                 "the tokenizer has no chat template, so messages cannot become a prompt. Pass "
                 "template=..., or use message_type='completion' with a base model."
             )
-        return variant
+        return "tool_use" if tools and "tool_use" in self._templates else "default"
+
+    def _glue(self, tools: Sequence[ToolSchema] | None) -> Glue:
+        """Return what continues prompts with or without tools."""
+        from rolltree.inference.glue import Glue
+
+        kind = self._kind(tools)
+        if kind not in self._glues:
+            self._glues[kind] = Glue(self._templates[kind], self.vocabulary, self._turns[kind])
+        return self._glues[kind]
 
     def render(
         self,
@@ -186,7 +194,7 @@ class ChatRenderer:
         add_generation_prompt: bool = True,
     ) -> str:
         """Return the text of a prompt; raises as `render`."""
-        return self._variant(tools).template.render_history(
+        return self._templates[self._kind(tools)].render_history(
             self._as_text(messages), tools, add_generation_prompt=add_generation_prompt
         )
 
@@ -194,7 +202,7 @@ class ChatRenderer:
         self, messages: Sequence[ChatMessage], tools: Sequence[ToolSchema] | None = None
     ) -> dict[str, str]:
         """Return what of a conversation its prompt shows in another way than asked, by its name."""
-        template = self._variant(tools).template
+        template = self._templates[self._kind(tools)]
         unread = [name for name in self.asked_names if name not in template.source]
         why = "the chat template reads no such name"
         shown = template.notes(messages, tools)
@@ -239,7 +247,7 @@ class ChatRenderer:
 
     def shows_tools(self, tools: Sequence[ToolSchema]) -> bool:
         """Whether the template names any of the tools in a prompt; True if it rejects the probe."""
-        template = self._variant(tools).template
+        template = self._templates[self._kind(tools)]
         try:
             text, bare = template.render(PROBE, tools), template.render(PROBE)
         except TemplateError:
@@ -271,11 +279,13 @@ class ChatRenderer:
             messages = begun(messages)
         # The assistant's message is not rendered again: its ids are those that were sampled.
         assistant, new = messages[num_old - 1], self._as_text(messages[num_old:])
-        variant = self._variant(tools)
+        from rolltree.inference.glue import GlueError
+
+        glue = self._glue(tools)
         try:
             last_id = int(previous_ids[-1]) if len(previous_ids) else None
             before = messages[: num_old - 1]
-            ids, text = variant.suffix(last_id, assistant, new, tools, before, opener=not continues)
+            ids, text = glue.suffix(last_id, assistant, new, tools, before, opener=not continues)
         # Rare; with history="keep", only this case costs O(history).
         except GlueError as error:
             whole = self.begun_text(asked, tools) if continues else self.text(messages, tools)
@@ -297,20 +307,6 @@ class ChatRenderer:
                 # starts a different path.
                 return Continuation(None, self.vocabulary.encode_start(whole), reason)
         return Continuation(ids)
-
-    def extend(
-        self,
-        previous_ids: IntArray,
-        messages: Sequence[ChatMessage],
-        num_old: int,
-        tools: Sequence[ToolSchema] | None = None,
-    ) -> IntArray:
-        """Return the whole next prompt, int32 `[_T]`; the arguments are those of `continuation`."""
-        found = self.continuation(previous_ids, messages, num_old, tools)
-        if found.suffix is None:
-            assert found.rendered is not None
-            return found.rendered
-        return np.concatenate([np.asarray(previous_ids, np.int32), found.suffix])
 
     def parse(
         self,

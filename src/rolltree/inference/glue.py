@@ -1,9 +1,8 @@
-"""Learns what a chat template writes around an assistant's turn, by rendering short probes.
+"""Finds what a chat template writes between a sampled answer and the next one.
 
-`learn_turn_tokens` finds the tokens that end a turn. `Glue` finds the text between a sampled answer
-and the next one (assistant close, new messages, next opener): it renders a short probe conversation
-whose assistant message is a sentinel, and cuts the result after it, so the cost depends on the new
-messages, not on the history. For each shape of continuation (roles of the new
+That is the assistant's close, the new messages and the next opener. `Glue` renders a short probe
+conversation whose assistant message is a sentinel, and cuts the result after it, so the cost
+depends on the new messages, not on the history. For each shape of continuation (roles of the new
 messages, tools, kind of assistant message) the cut is checked once: it must show every new message,
 and its tokens must be the ones that the tokenizer gives in context. If it depends on what came
 before, the conversation itself is the probe. If no such cut exists, `GlueError` says why and the
@@ -12,30 +11,23 @@ caller renders everything.
 
 from __future__ import annotations
 
-import secrets
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from rolltree.inference.template import ChatTemplate, TemplateError, TemplateLimitError
+from rolltree.inference.template import ChatTemplate, TemplateError
+from rolltree.inference.turn_tokens import (
+    CALLER,
+    PROBE,
+    SENTINEL,
+    TOOL,
+    TurnTokens,
+    render,
+    stand_in,
+)
 from rolltree.inference.vocabulary import Vocabulary
 from rolltree.values.errors import RolltreeError
 from rolltree.values.types import ChatMessage, IntArray, ToolSchema
-
-SENTINEL = f"Qz{secrets.token_hex(6)}Zq"
-"""Stands in for the last assistant text; random, so that no message contains it."""
-PROBE: list[ChatMessage] = [{"role": "user", "content": "Probe."}]
-_TOOL: ChatMessage = {
-    "role": "tool",
-    "name": "probe",
-    "content": "Probe.",
-    "tool_call_id": "probe0000",
-}
-# Arguments as text, which `for_template` converts for templates.
-_CALLER: ChatMessage = {
-    "role": "assistant",
-    "tool_calls": [{"id": "probe0000", "function": {"name": "probe", "arguments": "{}"}}],
-}
 
 _LONG_PROBE: list[ChatMessage] = [
     {"role": "user", "content": "Earlier."},
@@ -43,103 +35,8 @@ _LONG_PROBE: list[ChatMessage] = [
     *PROBE,
 ]
 # Some templates count the calls of a conversation.
-_LONG_CALLS: list[ChatMessage] = [*PROBE, _CALLER, _TOOL, *_LONG_PROBE[1:]]
+_LONG_CALLS: list[ChatMessage] = [*PROBE, CALLER, TOOL, *_LONG_PROBE[1:]]
 _DEPENDS = "what the template writes for new messages depends on the earlier ones"
-
-
-@dataclass(frozen=True, slots=True)
-class TurnTokens:
-    """The tokens of one template around a turn.
-
-    `start` is a rendered prompt up to where an answer begins. `end_ids` are the tokens that end a
-    turn when they are sampled. `close_ids` are the tokens with which the template itself closes an
-    assistant message, in the middle or at the end of a conversation. `num_close` is how many tokens
-    it writes at the end of a conversation: other tokens may precede the closing one.
-    """
-
-    start: str
-    end_ids: tuple[int, ...]
-    close_ids: frozenset[int]
-    num_close: int
-
-
-def learn_turn_tokens(
-    template: ChatTemplate,
-    vocabulary: Vocabulary,
-    configured: Sequence[int] = (),
-    of_calls: Collection[int] = (),
-) -> TurnTokens:
-    """Learn the ends of turns; `configured` ids and the tokenizer's own are end tokens too.
-
-    If the template writes nothing after a final assistant message, the role markers that follow one
-    end a turn (GLM stops at `<|user|>` and `<|observation|>`). Tokens `of_calls` end a call, after
-    which another one may follow, and no turn.
-    """
-
-    def tail(messages: list[ChatMessage], skip: str = "") -> list[int]:
-        """Return the ids of what follows the sentinel, without the text `skip` at its start."""
-        # After the last sentinel: templates may show an answer's text twice.
-        text = render(template, [*PROBE, *messages]).rpartition(SENTINEL)[2]
-        return [int(token) for token in vocabulary.encode(text.removeprefix(skip))]
-
-    answer, caller = stand_in({}), stand_in(_CALLER)
-    after_call = render(template, [*PROBE, caller]).rpartition(SENTINEL)[2]
-    after_answer = tail([answer])
-    # The closing token comes first, or after some text such as a line break: then only a known end
-    # token counts.
-    closes = [token for token in after_answer[:1] if vocabulary.is_special(token)]
-    known = (*configured, *vocabulary.end_ids)
-    closes = closes or [token for token in after_answer if token in known][:1]
-    if closes:
-        # A message with tool calls may be closed by another token. The last one is not always it:
-        # some templates open the next answer whether or not they are asked to.
-        after = [i for i in tail([caller]) if vocabulary.is_special(i) and i not in of_calls]
-        ends = [token for token in after if token in (*closes, *known)][:1] or after[-1:]
-        # Nothing closes it before a result (Gemma).
-        following = [] if ends else tail([caller, _TOOL], after_call)[:1]
-        learned = closes + ends + [token for token in following if vocabulary.is_special(token)]
-        inner = [token for token in tail([answer, *PROBE])[:1] if vocabulary.is_special(token)]
-        closes = [*learned, *inner]
-    else:
-        following = tail([answer, *PROBE])[:1] + tail([caller, _TOOL], after_call)[:1]
-        learned = [token for token in following if vocabulary.is_special(token)]
-    end_ids = tuple(dict.fromkeys((*learned, *configured, *vocabulary.end_ids)))
-    start = render(template, PROBE, add_generation_prompt=True)
-    return TurnTokens(start, end_ids, frozenset(closes), len(after_answer))
-
-
-def stand_in(assistant: ChatMessage) -> ChatMessage:
-    """Return a message like `assistant` with the sentinel where its text would end."""
-    calls = assistant.get("tool_calls")
-    if not calls:
-        return {"role": "assistant", "content": SENTINEL}
-    probes = [
-        {
-            "id": call.get("id", "call_0"),
-            "type": "function",
-            "function": {"name": call["function"]["name"], "arguments": {"probe": "x"}},
-        }
-        for call in calls
-    ]
-    probes[-1]["function"]["arguments"] = {"probe": SENTINEL}
-    return {"role": "assistant", "content": "", "tool_calls": probes}
-
-
-def render(
-    template: ChatTemplate,
-    messages: Sequence[ChatMessage],
-    tools: Sequence[ToolSchema] | None = None,
-    *,
-    add_generation_prompt: bool = False,
-) -> str:
-    """Return the rendered messages, or an empty string if the template rejects them."""
-    try:
-        return template.render(messages, tools, add_generation_prompt=add_generation_prompt)
-    except TemplateLimitError:
-        raise
-    # Nothing is learned from a probe that the template rejects.
-    except TemplateError:
-        return ""
 
 
 class GlueError(RolltreeError):
@@ -158,15 +55,10 @@ class Glue:
     """The text that one `template` puts between turns, learned on first use and cached."""
 
     def __init__(
-        self,
-        template: ChatTemplate,
-        vocabulary: Vocabulary,
-        end_ids: Sequence[int] = (),
-        of_calls: Collection[int] = (),
+        self, template: ChatTemplate, vocabulary: Vocabulary, turn_tokens: TurnTokens
     ) -> None:
-        self.template = template
+        self.template, self.turn_tokens = template, turn_tokens
         self._vocabulary = vocabulary
-        self.turn_tokens: TurnTokens = learn_turn_tokens(template, vocabulary, end_ids, of_calls)
         self._end_texts = tuple(vocabulary.decode([token]) for token in self.turn_tokens.end_ids)
         self._verdicts: dict[tuple[object, ...], _Verdict] = {}
 
@@ -219,7 +111,7 @@ class Glue:
     def _takes_one_call(self) -> bool:
         """Whether the template refuses a message with several calls, as Llama 3.1's does."""
         one, several = (
-            {**_CALLER, "tool_calls": number * _CALLER["tool_calls"]} for number in (1, 2)
+            {**CALLER, "tool_calls": number * CALLER["tool_calls"]} for number in (1, 2)
         )
         takes_one, takes_two = (
             bool(render(self.template, [*PROBE, stand_in(caller)])) for caller in (one, several)

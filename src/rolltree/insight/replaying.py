@@ -18,8 +18,8 @@ from typing import Any, cast
 from rolltree._helpers.finished import Finished
 from rolltree._helpers.tasks import run_sync
 from rolltree.environments import Environment, load_environment
-from rolltree.environments.batch_runner import UnscoredSource
 from rolltree.environments.code_hashes import META, code_hashes
+from rolltree.environments.generate import UnscoredSource
 from rolltree.inference.client import ModelClient, as_client
 from rolltree.insight.recorded import (
     Difference,

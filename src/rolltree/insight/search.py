@@ -24,7 +24,7 @@ from rolltree.records.values import clean_text
 from rolltree.rollouts.conversation import conversation_of
 from rolltree.rollouts.decode import decode_rollout
 from rolltree.store import Run, StoredRollout
-from rolltree.store.filters import Condition
+from rolltree.store.conditions import Condition
 from rolltree.values.errors import ConfigError, StoreError
 
 OWN = ("breaks", "advantage", "question", "answer")

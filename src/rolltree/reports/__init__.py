@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from rolltree.reports.curves import save_curve as save_curve
     from rolltree.reports.curves import save_reward_curve as save_reward_curve
     from rolltree.reports.curves import terminal_curve as terminal_curve
-    from rolltree.reports.evaluation import comparison_table as comparison_table
     from rolltree.reports.evaluation import evaluation_facts as evaluation_facts
     from rolltree.reports.evaluation import evaluation_table as evaluation_table
     from rolltree.reports.formatting import SafeConsole as SafeConsole
@@ -43,6 +42,7 @@ if TYPE_CHECKING:
     from rolltree.reports.runs import run_lines as run_lines
     from rolltree.reports.runs import story_lines as story_lines
     from rolltree.reports.runs import transcript as transcript
+    from rolltree.reports.training import comparison_table as comparison_table
     from rolltree.reports.training import next_commands as next_commands
     from rolltree.reports.training import print_report as print_report
     from rolltree.reports.training import training_report as training_report
@@ -50,11 +50,11 @@ if TYPE_CHECKING:
 _MODULES = {
     **exports(__name__),
     "curves": "Curve CurveView reward_curve save_curve save_reward_curve terminal_curve",
-    "evaluation": "comparison_table evaluation_facts evaluation_table",
+    "evaluation": "evaluation_facts evaluation_table",
     "formatting": "SafeConsole only_shows say",
     "live": "EvalView TrainView",
     "runs": "headlines overview_line phases_table run_lines story_lines transcript",
-    "training": "next_commands print_report training_report",
+    "training": "comparison_table next_commands print_report training_report",
 }
 __all__ = sorted(" ".join(_MODULES.values()).split())
 __getattr__ = loader(__name__, _MODULES)

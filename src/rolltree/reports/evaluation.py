@@ -1,4 +1,4 @@
-"""Shows an evaluation in the terminal: result tables and comparisons."""
+"""Shows an evaluation in the terminal: its results and its counts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rolltree.reports.formatting import (
 )
 
 if TYPE_CHECKING:
-    from rolltree.evaluation import Comparison, Estimate, EvalReport
+    from rolltree.evaluation import Estimate, EvalReport
 
 
 def evaluation_table(report: EvalReport) -> Table:
@@ -102,18 +102,3 @@ def evaluation_facts(report: EvalReport) -> Table:
     if report.run_path is not None:
         facts.add_row("run", safe_text(report.run_path))
     return facts
-
-
-def comparison_table(comparison: Comparison, names: tuple[str, str] = ("before", "after")) -> Table:
-    """Return before, after and the paired difference."""
-    gain = comparison.difference
-    said = {"noise": "includes 0: not clear", "too few examples": "too few examples"}
-    verdict = f"{said.get(comparison.verdict, 'excludes 0')} ({gain.num_examples} pairs)"
-    rows = [
-        (name, f"{value.mean:.3f}", interval(value), meter(value.mean))
-        for name, value in zip(names, (comparison.before, comparison.after), strict=True)
-    ]
-    rows.append(("difference", f"{gain.mean:+.3f}", interval(gain), verdict))
-    table = text_table(("", "mean reward", "interval", ""), rows, "lrll")
-    table.columns[0].style = "bold"
-    return table

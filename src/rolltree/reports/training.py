@@ -10,13 +10,13 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from rich.console import Console, RenderableType
+from rich.table import Table
 from rich.text import Text
 
 from rolltree._helpers.redact import shown_command
-from rolltree.evaluation import compare_environments, compare_reports, stored_report
+from rolltree.evaluation import Comparison, compare_environments, compare_reports, stored_report
 from rolltree.reports.curves import CurveView, reward_curve, save_reward_curve
-from rolltree.reports.evaluation import comparison_table, evaluation_table
-from rolltree.reports.formatting import only_shows, safe_text, say
+from rolltree.reports.formatting import interval, meter, only_shows, safe_text, say, text_table
 from rolltree.reports.runs import headlines, transcript
 from rolltree.rollouts.decode import decode_results
 from rolltree.store import Run, StoredEvaluation
@@ -114,6 +114,8 @@ def _held_out(run: Run) -> list[RenderableType]:
         stored_report(run, done.phase, model=f"{run.model_name}, {done.phase}") for done in found
     ]
     if len(reports) < 2 or any(report.reward is None for report in reports):
+        from rolltree.reports.evaluation import evaluation_table
+
         return [evaluation_table(report) for report in reports]
     names = (f"step {found[0].step}", f"step {found[1].step}")
     table = comparison_table(compare_reports(*reports), names=names)
@@ -121,6 +123,21 @@ def _held_out(run: Run) -> list[RenderableType]:
     for name, own in compare_environments(*reports).items():
         parts += [safe_text(f"Held-out examples of {name}"), comparison_table(own, names=names)]
     return parts
+
+
+def comparison_table(comparison: Comparison, names: tuple[str, str] = ("before", "after")) -> Table:
+    """Return before, after and the paired difference."""
+    gain = comparison.difference
+    said = {"noise": "includes 0: not clear", "too few examples": "too few examples"}
+    verdict = f"{said.get(comparison.verdict, 'excludes 0')} ({gain.num_examples} pairs)"
+    rows = [
+        (name, f"{value.mean:.3f}", interval(value), meter(value.mean))
+        for name, value in zip(names, (comparison.before, comparison.after), strict=True)
+    ]
+    rows.append(("difference", f"{gain.mean:+.3f}", interval(gain), verdict))
+    table = text_table(("", "mean reward", "interval", ""), rows, "lrll")
+    table.columns[0].style = "bold"
+    return table
 
 
 def _transcripts(run: Run, num: int) -> list[RenderableType]:

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from rolltree._helpers.lazy import loader
 
 if TYPE_CHECKING:
-    from rolltree.rollouts.engine import DroppedGroup as DroppedGroup
-    from rolltree.rollouts.engine import GeneratedBatch as GeneratedBatch
+    from rolltree.rollouts.batch import DroppedGroup as DroppedGroup
+    from rolltree.rollouts.batch import GeneratedBatch as GeneratedBatch
     from rolltree.rollouts.engine import RolloutEngine as RolloutEngine
     from rolltree.rollouts.engine import RolloutProgress as RolloutProgress
     from rolltree.rollouts.requests import Clock as Clock
@@ -32,7 +32,8 @@ if TYPE_CHECKING:
     from rolltree.values.seeds import derive_seed as derive_seed
 
 _MODULES = {
-    "engine": "DroppedGroup GeneratedBatch RolloutEngine RolloutProgress",
+    "batch": "DroppedGroup GeneratedBatch",
+    "engine": "RolloutEngine RolloutProgress",
     "requests": "Clock Episode GroupScorer GroupStrategy RequestStrategy RolloutSource Split "
     "build_requests current_episode derive_seed example_request group_member merge_args repeat "
     "resolve_sampling",

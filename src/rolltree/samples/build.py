@@ -19,7 +19,6 @@ from rolltree.samples.resolve import (
     resolve_rollout,
 )
 from rolltree.samples.streams import tree_streams
-from rolltree.samples.transform import cap_sample
 from rolltree.samples.truncation import (
     TruncationEffect,
     TruncationMode,
@@ -148,6 +147,8 @@ def build_samples(
     for sample in samples:
         capped: Sample | None = sample
         if max_seq_len is not None:
+            from rolltree.samples.cutting import cap_sample
+
             capped, lost = cap_sample(sample, max_seq_len)
             skipped.extend(Skipped(r, c, SkipReason.MAX_SEQ_LEN, n) for r, c, n in lost)
         # A sample without records trains nothing, and computing it would be wasted.

@@ -1,4 +1,4 @@
-"""Transforms samples: prunes, cuts at `max_seq_len`, joins side by side, splits at a token budget.
+"""Transforms samples: prunes them, joins them side by side, splits them at a token budget.
 
 The remaining tokens stay exact: a kept token keeps its ancestors, and joining and splitting keep
 every record exactly once.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import fields, replace
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,7 @@ from numpy.typing import NDArray
 from rolltree.samples.streams import join_streams, move_streams
 from rolltree.tokens.buffers import concat
 from rolltree.values.errors import TokenError
-from rolltree.values.types import IntArray, Records, Sample, TruncationReason
+from rolltree.values.types import Records, Sample
 
 _FLOATS = ("logprob", "temperature", "advantage", "weight")
 _COLUMNS = tuple(column.name for column in fields(Records) if column.name != "extra")
@@ -49,13 +48,6 @@ def concat_records(parts: Sequence[Records]) -> Records:
         for name in names
     }
     return Records(**columns, extra=extra)
-
-
-def count_records(records: Records) -> list[tuple[int, int, int]]:
-    """Return (rollout, call, number of records) for every call that has records."""
-    pairs = np.stack([records.rollout, records.call], axis=1)
-    calls, counts = np.unique(pairs, axis=0, return_counts=True)
-    return [(int(r), int(c), int(n)) for (r, c), n in zip(calls, counts, strict=True)]
 
 
 def subset(
@@ -103,58 +95,6 @@ def prune_sample(sample: Sample) -> Sample:
     return subset(sample, keep, np.ones(len(sample.records), np.bool_))
 
 
-def cap_sample(
-    sample: Sample, max_seq_len: int
-) -> tuple[Sample | None, list[tuple[int, int, int]]]:
-    """Cut a sample at `max_seq_len` tokens per path, so that all scopes lose the same tokens.
-
-    The `info` of a cut sample has `seq_len_truncated` True, `seq_len_original` and `seq_len_kept`
-    in tokens, `seq_len_lost` in sampled tokens, and `seq_len_cut`, which says for each origin
-    whether it lost any; such an origin is `truncated`, with reason `max_seq_len` unless the episode
-    has its own.
-
-    Returns:
-        The cut sample, or None if nothing trainable is left of it, and the lost tokens as
-        `(rollout, call, number of sampled tokens)`.
-    """
-    keep = sample.positions < max_seq_len
-    if keep.all():
-        return sample, []
-    records = sample.records
-    # The sampled token follows its source and has to fit, too.
-    inside = sample.positions[records.source] + 1 < max_seq_len
-    # A sample that was already masked entirely stays, and is counted as masked.
-    if (records.weight != 0).any() and not (records.weight[inside] != 0).any():
-        return None, count_records(records)
-    lost = count_records(take_records(records, ~inside))
-    cut_calls = {(rollout, call) for rollout, call, _ in lost}
-    is_cut = tuple(
-        any((rollout, call) in cut_calls for call in origin.calls)
-        for rollout, origin in zip(sample.info["rollouts"], sample.origins, strict=True)
-    )
-    origins = tuple(
-        replace(
-            origin,
-            truncated=True,
-            truncation_reason=origin.truncation_reason or str(TruncationReason.MAX_SEQ_LEN),
-        )
-        if cut
-        else origin
-        for origin, cut in zip(sample.origins, is_cut, strict=True)
-    )
-    capped = subset(
-        sample,
-        keep,
-        inside,
-        seq_len_truncated=True,
-        seq_len_original=sample.num_tokens,
-        seq_len_kept=int(keep.sum()),
-        seq_len_lost=sum(count for _, _, count in lost),
-        seq_len_cut=is_cut,
-    )
-    return replace(capped, origins=origins), lost
-
-
 def join_samples(samples: Sequence[Sample]) -> Sample:
     """Return one sample with all samples side by side; no token attends to a different sample."""
     starts = np.cumsum([0, *(sample.num_tokens for sample in samples)], dtype=np.int32)[:-1]
@@ -193,42 +133,6 @@ def split_sample(sample: Sample, max_tokens: int) -> list[Sample]:
         )
     if sample.num_tokens <= max_tokens:
         return [sample]
-    bounds = _best_cuts(sample.positions, max_tokens)
-    return [_part(sample, low, high) for low, high in pairwise(bounds)]
+    from rolltree.samples.cutting import parts_of
 
-
-def _best_cuts(positions: IntArray, max_tokens: int) -> list[int]:
-    """Return the bounds of the parts, including 0 and the number of tokens."""
-    total = len(positions)
-    # If the depth does not grow by 1, a branch has ended; the depth there is the context to repeat.
-    jumps = np.flatnonzero(np.diff(positions) != 1) + 1
-    cuts = [0, *jumps.tolist(), total]
-    context = [0, *positions[jumps].tolist()]
-    cost = [0.0] + [np.inf] * (len(cuts) - 1)
-    came_from = [0] * len(cuts)
-    first = 0
-    # A solution always exists: one branch with its context is a path, and every path fits.
-    for end in range(1, len(cuts)):
-        while cuts[end] - cuts[first] > max_tokens:
-            first += 1
-        for start in range(end - 1, first - 1, -1):
-            if cuts[end] - cuts[start] + context[start] > max_tokens:
-                continue
-            candidate = cost[start] + context[start]
-            if candidate < cost[end]:
-                cost[end], came_from[end] = candidate, start
-    bounds = [len(cuts) - 1]
-    while bounds[-1]:
-        bounds.append(came_from[bounds[-1]])
-    return [cuts[index] for index in reversed(bounds)]
-
-
-def _part(sample: Sample, low: int, high: int) -> Sample:
-    keep = np.zeros(sample.num_tokens, np.bool_)
-    # All ancestors before `low` of later tokens are ancestors of the first token, too.
-    keep[:low] = sample.subtree_end[:low] > low
-    num_repeated = int(keep.sum())
-    keep[low:high] = True
-    source = sample.records.source
-    mine = (source >= low) & (source < high)
-    return subset(sample, keep, mine, num_repeated=num_repeated)
+    return parts_of(sample, max_tokens)

@@ -10,8 +10,8 @@ from typing import Any, TypeAlias
 
 from rolltree._helpers.files import whole_file
 from rolltree.store.codec import to_plain
+from rolltree.store.conditions import matches
 from rolltree.store.database import Database
-from rolltree.store.filters import matches
 from rolltree.store.integrity import MAX_NAMED
 from rolltree.store.rows import LIGHT, StoredRollout, from_sql
 from rolltree.values.errors import ConfigError, RolltreeError, StoreError

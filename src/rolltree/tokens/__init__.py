@@ -4,8 +4,11 @@
 `StepTokens` is the dict view of a call. The package needs only numpy.
 """
 
+from typing import TYPE_CHECKING
+
+from rolltree._helpers.lazy import loader
 from rolltree.tokens.arena import ROOT, CallTable, Place, TokenArena
-from rolltree.tokens.breaks import Break, BreakCause, Decoder, explain_break
+from rolltree.tokens.breaks import Break, BreakCause, Decoder
 from rolltree.tokens.buffers import checked_logprobs, readable_floats
 from rolltree.tokens.routing import (
     ROUTED_EXPERTS,
@@ -26,6 +29,11 @@ from rolltree.tokens.step import (
 from rolltree.tokens.streams import PlacedStream, TokenStream
 from rolltree.tokens.trajectory import Trajectory, check_ids, check_steps, insert_step, record_call
 from rolltree.tokens.tree import TokenTree
+
+if TYPE_CHECKING:
+    from rolltree.tokens.break_causes import explain_break as explain_break
+
+__getattr__ = loader(__name__, {"break_causes": "explain_break"})
 
 __all__ = [
     "Break",

@@ -17,7 +17,7 @@ import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -25,20 +25,16 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from rolltree._helpers.files import odd_kind, read_regular, remove, sync, write_whole
-from rolltree.training.checkpoint_formats import (
-    FORMATS,
-    changed_files,
-    put_in_place,
-    sync_files,
-    written,
-)
-from rolltree.training.models.ranks import Ranks
+from rolltree._helpers.files import remove, sync, write_whole
+from rolltree.training.checkpoint_formats import put_in_place, sync_files, write_full, written
 from rolltree.training.optim import Optimizer
 from rolltree.values.errors import ConfigError, TrainingError
 
+if TYPE_CHECKING:
+    from rolltree.training.models.ranks import Ranks
+
 FORMAT = 3
-_RNG, _STATE, _LATEST = "rng.safetensors", "state.json", "latest"
+_RNG, STATE, LATEST = "rng.safetensors", "state.json", "latest"
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +57,7 @@ class Checkpoints:
     Args:
         root: created when the first checkpoint is saved.
         keep: how many complete checkpoints are kept.
-        content: the row of `checkpoint_formats.FORMATS` to write; all of them can be read.
+        content: the format to write, "full" or "sharded"; both can be read.
         ranks: the processes that call `save` and `load` together; None for one process.
     """
 
@@ -92,39 +88,15 @@ class Checkpoints:
         Raises:
             TrainingError: no checkpoint is whole.
         """
-        pointer = self.root / _LATEST
+        pointer = self.root / LATEST
         # Not `exists`: a link that leads nowhere is damage, and must not start the run from the
         # beginning.
         if not os.path.lexists(pointer):
             return None
-        try:
-            name = read_regular(pointer, 1024).decode("utf-8", "replace").strip()
-        except OSError as error:
-            raise _torn(pointer, str(error.strerror)) from error
-        newest = self.root / Path(name).name  # never outside
-        exists = newest.name.startswith("step-") and newest.is_dir()
-        # A pointer to a checkpoint that is gone does not say which ones came before it, so all are
-        # tried.
-        older = [p for p in self.root.glob("step-*") if p.name < newest.name or not exists]
-        refused: TrainingError | None = None
-        for path in (newest, *sorted(older, reverse=True)):
-            # Names and sizes first, which cost nothing; then every byte.
-            try:
-                check_complete(path)
-                check_content(path)
-            except TrainingError as error:
-                refused = refused or error
-                continue
-            self._verified = path
-            if refused is not None:
-                problem = str(refused).partition(". ")[0]
-                notify(
-                    f"{problem}. Training continues from {path.name}, the one before it; later "
-                    "steps are trained again from their stored rollouts."
-                )
-            return path
-        assert refused is not None
-        raise refused
+        from rolltree.training.checkpoint_reading import newest_whole
+
+        self._verified = newest_whole(pointer, notify)
+        return self._verified
 
     def save(self, model: torch.nn.Module, optimizer: Optimizer, state: TrainState) -> Path:
         """Write a checkpoint, point `latest` at it, and remove those beyond `keep`.
@@ -141,7 +113,11 @@ class Checkpoints:
                 working.mkdir()
             # The others write into the directory that rank 0 makes.
             self._meet()
-            write = FORMATS[self.content].write
+            write = write_full
+            if self.content == "sharded":
+                from rolltree.training.sharded_checkpoint import write_sharded
+
+                write = write_sharded
             write(working, model, optimizer, self.ranks)
             # Rank 0 lists the files that all of them have written.
             self._meet()
@@ -151,9 +127,9 @@ class Checkpoints:
                 # Written and synced after all files that it lists, so a directory with
                 # `state.json` has all of them.
                 data["files"] = sync_files(working)
-                data["checksum"] = _own_checksum(data)
+                data["checksum"] = own_checksum(data)
                 text = json.dumps(data, indent=2) + "\n"
-                write_whole(working / _STATE, text, follow=False)
+                write_whole(working / STATE, text, follow=False)
                 sync(working)
                 # The pointer moves last, when directory and name are on the disk: "latest" never
                 # leads to half a checkpoint. Only then are the older ones dispensable.
@@ -170,17 +146,18 @@ class Checkpoints:
             TrainingError: the directory is torn or damaged, or it belongs to a different model.
         """
         from rolltree.inference.models.layouts import open_file
+        from rolltree.training import checkpoint_reading as reading
 
-        data = check_complete(path)
+        data = reading.check_complete(path)
         if self._leads and path != self._verified:
-            check_content(path)
+            reading.check_content(path)
         try:
-            FORMATS[data["content"]].read(path, model, optimizer, self.ranks)
+            reading.READS[data["content"]](path, model, optimizer, self.ranks)
             drawn = open_file(path / _RNG)
         except ConfigError as error:
             # To the loaders of weights an unreadable file is a wrong setting; here it is damage.
-            raise _torn(path, str(error).rstrip(".")) from error
-        restore_rng({name: drawn.read(name) for name in drawn.names})
+            raise reading.torn(path, str(error).rstrip(".")) from error
+        reading.restore_rng({name: drawn.read(name) for name in drawn.names})
         return msgspec.convert(data["state"], TrainState)
 
     @property
@@ -192,7 +169,7 @@ class Checkpoints:
             self.ranks.barrier()
 
     def _point_to(self, final: Path) -> None:
-        write_whole(self.root / _LATEST, final.name + "\n", follow=False)
+        write_whole(self.root / LATEST, final.name + "\n", follow=False)
         sync(self.root)
 
     def _retain(self, newest: Path) -> None:
@@ -211,65 +188,10 @@ class Checkpoints:
             remove(left)
 
 
-def check_complete(path: Path) -> dict[str, Any]:
-    """Return `state.json` of a checkpoint after checking the size of every file.
-
-    Raises:
-        TrainingError: something is missing, short or of another format; the directory is named.
-    """
-    try:
-        if path.is_symlink():
-            raise _torn(path, "it is a link")
-        for file in path.rglob("*"):  # loading would block on a pipe, and follow a link
-            if (file.is_symlink() or not file.is_dir()) and (kind := odd_kind(file)):
-                raise _torn(path, f"{file.name} is {kind}")
-        data = json.loads(read_regular(path / _STATE))
-        version = data["format"]
-        files = {str(name): (int(size), int(own)) for name, (size, own) in data["files"].items()}
-    # A changed file may hold any JSON, even one that nests too deep.
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise _torn(path, f"{_STATE} cannot be read ({type(error).__name__})") from error
-    if version != FORMAT:
-        raise TrainingError(
-            f"the checkpoint {path} has format {version}; this rolltree reads format {FORMAT}. "
-            "Continue the run with the version that wrote it."
-        )
-    if data.get("checksum") != _own_checksum(data):
-        raise _torn(path, f"{_STATE} differs from its checksum")
-    for name, (size, _) in files.items():
-        file = path / name
-        actual = file.stat().st_size if file.is_file() else None
-        if actual != size:
-            has = "is missing" if actual is None else f"has {actual} bytes instead of {size}"
-            raise _torn(path, f"{name} {has}")
-    return dict(data)
-
-
-def check_content(path: Path) -> None:
-    """Compare every file of a complete checkpoint with its checksum.
-
-    Raises:
-        TrainingError: a file has changed since it was written; it is named.
-    """
-    files = json.loads(read_regular(path / _STATE))["files"]
-    changed = changed_files(path, {name: own for name, (_, own) in files.items()})
-    if changed:
-        more = f", and {len(changed) - 1} more" if len(changed) > 1 else ""
-        raise _torn(path, f"{changed[0]} differs from its checksum{more}")
-
-
-def _own_checksum(data: Mapping[str, Any]) -> int:
+def own_checksum(data: Mapping[str, Any]) -> int:
     """Return the CRC-32 of the values in `state.json`, without the checksum itself."""
     rest = {key: value for key, value in data.items() if key != "checksum"}
     return zlib.crc32(json.dumps(rest, sort_keys=True).encode())
-
-
-def _torn(path: Path, what: str) -> TrainingError:
-    return TrainingError(
-        f"the checkpoint {path} is torn or damaged: {what}. Training would continue from "
-        f"weights that never existed. Restore it from a copy, or remove {path.parent / _LATEST} to "
-        "start from the beginning (stored rollouts are used again)."
-    )
 
 
 def rng_tensors() -> dict[str, Tensor]:
@@ -289,20 +211,3 @@ def rng_tensors() -> dict[str, Tensor]:
         states = torch.cuda.get_rng_state_all()
         tensors |= {f"torch/cuda{index}": state for index, state in enumerate(states)}
     return tensors
-
-
-def restore_rng(tensors: dict[str, Tensor]) -> None:
-    """Set the generators to what `rng_tensors` returned; states of missing GPUs are ignored."""
-    gauss = tensors["python/gauss"].tolist()
-    words = tuple(tensors["python/words"].tolist())
-    random.setstate((3, words, gauss[0] if gauss else None))
-    position, has_gauss = tensors["numpy/position"].tolist()
-    # Stored as int64, because torch does little with uint32.
-    keys = tensors["numpy/keys"].numpy().astype(np.uint32)
-    cached = float(tensors["numpy/gauss"])
-    np.random.set_state(("MT19937", keys, position, has_gauss, cached))
-    torch.set_rng_state(tensors["torch/cpu"])
-    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
-        state = tensors.get(f"torch/cuda{index}")
-        if state is not None:
-            torch.cuda.set_rng_state(state, index)

@@ -1,8 +1,8 @@
-"""Models on disk: the contents of a checkpoint in two formats, and the exported model.
+"""Models on disk: the content of a checkpoint, and the exported model.
 
-`full`: rank 0 gathers everything and writes Hugging Face's layout (or peft's, with adapters) and
-one file of optimizer state. `sharded`: every rank writes its own part with
-torch.distributed.checkpoint as safetensors. Any number of ranks can read either.
+Rank 0 gathers everything and writes Hugging Face's layout (or peft's, with adapters) and one file
+of optimizer state; in the other format every rank writes its part (`sharded_checkpoint.py`). Any
+number of ranks can read either (`checkpoint_reading.py`).
 
     model/    the exported model in Hugging Face's layout, adapters merged in, with the tokenizer
     adapter/  the adapters in peft's layout, if it reads them back as they were trained
@@ -10,55 +10,35 @@ torch.distributed.checkpoint as safetensors. Any number of ranks can read either
 
 from __future__ import annotations
 
-import json
-import math
 import os
 import warnings
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.hf_storage import (
-    HuggingFaceStorageReader,
-    HuggingFaceStorageWriter,
-)
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
-from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
-from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
-from torch.distributed.checkpoint.storage import WriteResult
-from torch.futures import Future
 from transformers.utils import logging as hf_logging
 
 from rolltree._helpers.files import open_regular, remove, sync
-from rolltree.training.models.plain_weights import (
-    ADAPTER,
-    ADAPTER_FILE,
-    is_adapted,
-    own_tensors,
-    plain_tensors,
-)
-from rolltree.training.models.ranks import Ranks, own_part, reshard, whole
+from rolltree.training.models.plain_weights import is_adapted, own_tensors, plain_tensors
+from rolltree.training.models.shards import reshard, whole
 from rolltree.training.optim import Optimizer
 from rolltree.values.errors import TrainingError
 
 if TYPE_CHECKING:
-    from rolltree.inference.models.layouts import Weights
+    from rolltree.training.models.ranks import Ranks
 
 OPTIMIZER = "optimizer.safetensors"
 MAX_SHARD_SIZE = "5GB"
 """Weights above it become several files; the size that published models have on the hub."""
-SHARDS = "shards"
-_NUM_THREADS = 4  # zlib.crc32 runs without the interpreter's lock
+NUM_THREADS = 4  # zlib.crc32 runs without the interpreter's lock
 
 
 def trained_tensors(model: Any) -> dict[str, Tensor]:
@@ -100,138 +80,6 @@ def write_full(folder: Path, model: Any, optimizer: Optimizer, ranks: Ranks | No
         save_file(state, folder / OPTIMIZER)
 
 
-def read_full(folder: Path, model: Any, optimizer: Optimizer, ranks: Ranks | None) -> None:
-    """Copy whole tensors into the parts that this rank holds.
-
-    Raises:
-        TrainingError: they belong to a different model.
-        ConfigError: a file cannot be read.
-    """
-    from rolltree.inference.models.layouts import open_file
-
-    read_weights(folder, model)
-    _copy_in(open_file(folder / OPTIMIZER), optimizer.tensors(), folder)
-
-
-def read_weights(folder: Path, model: Any) -> None:
-    """Copy the trained weights of a whole checkpoint, without the optimizer.
-
-    Raises:
-        TrainingError: they belong to a different model.
-        ConfigError: a file cannot be read.
-    """
-    from rolltree.inference.models.layouts import open_file, open_weights
-
-    own = trained_tensors(model)
-    if is_adapted(model) != (folder / ADAPTER_FILE).is_file():
-        raise TrainingError(
-            f"the checkpoint {folder} was saved for another model: model.lora_rank is set for one "
-            "of them and not for the other. Use the settings that the run was started with."
-        )
-    if is_adapted(model):
-        from rolltree.training.models.lora import peft_name
-
-        _copy_in(open_file(folder / ADAPTER_FILE), own, folder, peft_name)
-    else:
-        _copy_in(open_weights(folder), own, folder)
-
-
-def write_sharded(folder: Path, model: Any, optimizer: Optimizer, ranks: Ranks | None) -> None:
-    """Write what this rank holds; a tensor that every rank has is written by one of them."""
-    # In a separate folder: DCP's reader takes every safetensors file there (design/0007).
-    writer = _ShardWriter(str(folder / SHARDS), save_distributed=True)
-    with quiet():
-        dcp_save(
-            _together(model, optimizer),
-            storage_writer=writer,
-            process_group=None if ranks is None else ranks.group,
-            no_dist=ranks is None,
-        )
-
-
-class _ShardWriter(HuggingFaceStorageWriter):
-    """DCP's writer of safetensors, without its copy of the whole file in memory."""
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write one file with this rank's parts, and sync it."""
-        tensors: dict[str, Tensor] = {}
-        parts: dict[str, Any] = {}
-        results = []
-        for item in plan.items:
-            assert item.tensor_data is not None
-            name, data = item.index.fqn, planner.resolve_data(item)
-            assert isinstance(data, Tensor)
-            tensors[name] = data.detach().cpu().contiguous()
-            parts[name] = {"saved_offsets": list(item.tensor_data.chunk.offsets)}
-            results.append(WriteResult(item.index, tensors[name].nbytes, None))
-        # If a model has few or short tensors, a rank may hold nothing.
-        if tensors:
-            index = plan.storage_data["shard_index"]
-            # DCP's own names and header, since DCP's reader reads the file.
-            path = Path(self.path) / f"shard-{index:05d}-model-00001-of-00001.safetensors"
-            header = {"DCP_SHARDING_INFO": json.dumps(parts), "DCP_VERSION": "1.0", "format": "pt"}
-            save_file(tensors, path, metadata=header)
-            sync(path)  # by the machine that wrote it
-        done: Future[list[WriteResult]] = Future()
-        done.set_result(results)
-        return done
-
-
-def read_sharded(folder: Path, model: Any, optimizer: Optimizer, ranks: Ranks | None) -> None:
-    """Read the parts that this rank holds, from any number of ranks that wrote them.
-
-    Raises:
-        TrainingError: they belong to a different model.
-    """
-    own = _together(model, optimizer)
-    reader = HuggingFaceStorageReader(str(folder / SHARDS))
-    # The reader takes the largest offset as a tensor's size and ignores names that it does not
-    # expect, so both are compared here (design/0007).
-    metadata: Any = reader.read_metadata().state_dict_metadata
-    stored = {name: tuple(entry.size) for name, entry in metadata.items()}
-    check_same(folder, stored, {name: tuple(tensor.shape) for name, tensor in own.items()})
-    with quiet():
-        dcp_load(
-            own,
-            storage_reader=reader,
-            process_group=None if ranks is None else ranks.group,
-            no_dist=ranks is None,
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class Format:
-    """How the contents of a checkpoint are written and read; every rank calls both."""
-
-    write: Callable[[Path, Any, Optimizer, Ranks | None], None]
-    read: Callable[[Path, Any, Optimizer, Ranks | None], None]
-
-
-FORMATS: dict[str, Format] = {
-    "full": Format(write_full, read_full),
-    "sharded": Format(write_sharded, read_sharded),
-}
-
-
-def check_same(
-    folder: Path, stored: Mapping[str, tuple[int, ...]], own: Mapping[str, tuple[int, ...]]
-) -> None:
-    """Refuse tensors with different names or shapes.
-
-    Raises:
-        TrainingError: naming the first one.
-    """
-    different = sorted(stored.keys() ^ own.keys()) or sorted(
-        name for name in own if stored[name] != own[name]
-    )
-    if different:
-        raise TrainingError(
-            f"the checkpoint {folder} was saved for another model: {different[0]} and "
-            f"{len(different) - 1} more differ. Use the model settings (model.name, model.lora_*) "
-            "that the run was started with."
-        )
-
-
 @contextmanager
 def quiet() -> Iterator[None]:
     """Silence transformers' progress bars and torch's warnings, which would disturb the display."""
@@ -246,11 +94,6 @@ def quiet() -> Iterator[None]:
             hf_logging.enable_progress_bar()
 
 
-def _together(model: Any, optimizer: Optimizer) -> dict[str, Tensor]:
-    model_part = {f"model/{name}": tensor for name, tensor in trained_tensors(model).items()}
-    return model_part | {f"optimizer/{name}": value for name, value in optimizer.tensors().items()}
-
-
 def _gather(tensors: Mapping[str, Tensor], keep: bool) -> dict[str, Tensor]:
     gathered = {}
     # Every rank goes through all tensors in the same order, because `whole` is collective.
@@ -261,22 +104,6 @@ def _gather(tensors: Mapping[str, Tensor], keep: bool) -> dict[str, Tensor]:
     return gathered
 
 
-def _copy_in(
-    weights: Weights,
-    own: Mapping[str, Tensor],
-    folder: Path,
-    file_name: Callable[[str], str] = lambda name: name,
-) -> None:
-    names = {file_name(name): name for name in own}
-    stored = {name: weights.shape(name) for name in weights.names}
-    check_same(folder, stored, {key: tuple(own[name].shape) for key, name in names.items()})
-    for key, name in names.items():
-        part, spans = own_part(own[name])
-        # A rank holds no part of a vector that is shorter than the number of ranks.
-        if part.numel():
-            part.copy_(weights.read(key, spans))
-
-
 def sync_files(folder: Path) -> dict[str, list[int]]:
     """Sync every file below a folder, and the folders.
 
@@ -284,7 +111,7 @@ def sync_files(folder: Path) -> dict[str, list[int]]:
     disk is busy with the sync.
     """
     files = _files(folder)
-    with ThreadPoolExecutor(_NUM_THREADS) as pool:
+    with ThreadPoolExecutor(NUM_THREADS) as pool:
         # Threads read while the disk writes: `zlib.crc32` and `fsync` both release the
         # interpreter's lock.
         sums = [pool.submit(file_checksum, path) for path in files]
@@ -294,20 +121,6 @@ def sync_files(folder: Path) -> dict[str, list[int]]:
             str(path.relative_to(folder)): [path.stat().st_size, crc.result()]
             for path, crc in zip(files, sums, strict=True)
         }
-
-
-def changed_files(folder: Path, sums: Mapping[str, int]) -> list[str]:
-    """Return the names of the files whose content differs from these CRC-32s, or is unreadable."""
-
-    def differs(name: str) -> bool:
-        try:
-            return file_checksum(folder / name) != sums[name]
-        except OSError:
-            return True
-
-    names = sorted(sums)
-    with ThreadPoolExecutor(_NUM_THREADS) as pool:
-        return [name for name, bad in zip(names, pool.map(differs, names), strict=True) if bad]
 
 
 def file_checksum(path: Path) -> int:
@@ -404,7 +217,11 @@ def export_model(
 
     def write_model(folder: Path) -> None:
         # A model with adapters would save only these.
-        plain = _skeleton(model) if adapter else model
+        plain = model
+        if adapter:
+            from rolltree.training.models.lora import skeleton
+
+            plain = skeleton(model)
         plain.save_pretrained(folder, state_dict=tensors, max_shard_size=MAX_SHARD_SIZE)
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
@@ -412,10 +229,10 @@ def export_model(
     _write(path, write_model)
 
     def fill(folder: Path) -> bool:
-        from rolltree.training.models.lora import write_adapter
+        from rolltree.training.models.lora import peft_reads, write_adapter
 
         write_adapter(folder, model, adapter)
-        return _peft_reads(model, adapter, folder)
+        return peft_reads(model, adapter, folder)
 
     if adapter:
         _write(path.with_name("adapter"), fill)
@@ -436,38 +253,3 @@ def _write(path: Path, fill: Callable[[Path], bool | None]) -> None:
         for file in (*_files(working), working):
             sync(file)
         put_in_place(working, path)
-
-
-def _skeleton(model: Any) -> Any:
-    """Return the model without adapters and without weights, for its configuration."""
-    with torch.device("meta"):  # its own class: transformers finds none for some configurations
-        plain = type(model)._from_config(model.config)
-    plain.generation_config = model.generation_config
-    if hasattr(model, "_weight_conversions"):  # checkpoint names of fused weights
-        plain._weight_conversions = model._weight_conversions
-    return plain
-
-
-def _peft_reads(model: Any, adapter: Mapping[str, Tensor], folder: Path) -> bool:
-    """Return whether peft reads the same adapters back from a folder.
-
-    In mixture-of-experts models whose layers peft renames (those of transformers 4) it leaves out
-    shared experts and dense layers, and it refuses output projections of Mamba.
-    """
-    from peft import LoraConfig, PeftModel, load_peft_weights, set_peft_model_state_dict
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            with torch.device("meta"):  # all but the adapters
-                read = PeftModel(_skeleton(model), LoraConfig.from_pretrained(str(folder)))
-            for name, module in read.named_modules():
-                if name.endswith(f".{ADAPTER}") and ".lora_" in name:
-                    for parameter in module.to_empty(device="cpu").parameters():
-                        # What peft leaves out stays NaN, which equals nothing.
-                        parameter.data.fill_(math.nan)
-            set_peft_model_state_dict(read, load_peft_weights(str(folder), device="cpu"))
-        except Exception:  # noqa: BLE001  (whatever it is, it would fail elsewhere too)
-            return False
-    made = dict(read.get_base_model().named_parameters())
-    return all(name in made and torch.equal(made[name], value) for name, value in adapter.items())

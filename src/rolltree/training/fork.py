@@ -18,8 +18,9 @@ from rolltree._helpers.files import remove, write_whole
 from rolltree._helpers.redact import REDACTED
 from rolltree.store import Run, to_plain
 from rolltree.store.settings import config_differences, with_defaults, without
-from rolltree.training.checkpoint import Checkpoints, check_complete
+from rolltree.training.checkpoint import Checkpoints
 from rolltree.training.checkpoint_formats import put_in_place, sync_files
+from rolltree.training.checkpoint_reading import check_complete
 from rolltree.training.config import (
     REMOVED,
     TrainConfig,

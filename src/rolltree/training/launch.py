@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import (
     AbstractAsyncContextManager,
+    AbstractContextManager,
     AsyncExitStack,
     contextmanager,
     nullcontext,
@@ -41,6 +42,7 @@ from rolltree.values.errors import ConfigError, Stopped, StoreError
 
 if TYPE_CHECKING:
     from rolltree.training import Evaluate, TrainParts, WeightTarget
+    from rolltree.training.models.ranks import Ranks
 
 RENDEZVOUS = "ROLLTREE_RENDEZVOUS"
 """The variable that says where the ranks of a `[cluster]` find each other."""
@@ -190,16 +192,15 @@ async def train_async(
     # A process that trains alone loads the environment here. One of several ranks does it once they
     # have met, since the others would wait for a rank that failed before.
     source: RolloutSource | None = None
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+    is_alone = int(os.environ.get("WORLD_SIZE", "1")) == 1
+    if is_alone:
         checked, source = _environment(checked, world)
     if opened is None:
         make_run_folder(checked.run.dir)
     # From here on torch is needed. It is slow to import, so the checks above come before it.
     from rolltree.training import TrainParts, build_parts, open_run, run_training
     from rolltree.training.config import ignored_settings
-    from rolltree.training.models.ranks import STOP, is_rank0, start_ranks
     from rolltree.training.parts import settings_of_run, started_settings
-    from rolltree.training.rank0 import follow
 
     if model is not None:
         from rolltree.training.given import accept_given
@@ -208,9 +209,16 @@ async def train_async(
     # Every rank, before any of them trains.
     checked = started_settings(checked)
     stopped: BaseException | None = None
-    with start_ranks(checked.model.device, os.environ.get(RENDEZVOUS, "env://")) as ranks:
+    met: AbstractContextManager[Ranks | None] = nullcontext()
+    if not is_alone:
+        from rolltree.training.models.ranks import start_ranks
+
+        met = start_ranks(checked.model.device, os.environ.get(RENDEZVOUS, "env://"))
+    with met as ranks:
         # Only one rank has an environment, a store and an engine; the others train.
         if ranks is not None and not ranks.leads:
+            from rolltree.training.rank0 import follow
+
             follow(checked, ranks, model)
         else:
             try:
@@ -270,11 +278,13 @@ async def train_async(
             except (asyncio.CancelledError, Stopped) as error:
                 stopped = error
             if ranks is not None:
+                from rolltree.training.models.ranks import STOP
+
                 ranks.send(STOP)
     if stopped is not None:
         raise stopped
     with Run.open(checked.run.dir, "r") as finished:
-        if reporter is None and not quiet and is_rank0():
+        if reporter is None and not quiet and (ranks is None or ranks.leads):
             print_report(
                 finished,
                 SafeConsole(only_shows=True),

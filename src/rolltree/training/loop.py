@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable, Hashable, Iterable, Mapping, Se
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -35,20 +35,18 @@ from rolltree.training.advantages import CreditReport, join_credit
 from rolltree.training.batches import has_loss, mask_stale, newest_version, staleness_limit
 from rolltree.training.checkpoint import Checkpoints, TrainState
 from rolltree.training.config import TrainConfig, as_started
-from rolltree.training.feeds import Feed, StepRollouts, StreamFeed, SyncFeed
+from rolltree.training.feeds import Feed, StepRollouts
 from rolltree.training.metrics import MISMATCH, rollout_metrics
-from rolltree.training.models.ranks import Ranks
-from rolltree.training.no_signal_warning import NoSignalWarning
-from rolltree.training.parts import TrainParts
-from rolltree.training.plan import forked_at
-from rolltree.training.publishing import Publisher, RunHooks, WeightLock, run_hooks
-from rolltree.training.rank0 import (
+from rolltree.training.parts import (
+    TrainParts,
     export_together,
     make_checkpoints,
     make_trainer,
     renew_copy,
     score_together,
 )
+from rolltree.training.plan import forked_at
+from rolltree.training.publishing import Publisher, RunHooks, WeightLock, run_hooks
 from rolltree.training.reporter import Reporter, Silent, TrainReport, TrainStart
 from rolltree.training.token_record import TokenRecord
 from rolltree.training.tracking import Trackers
@@ -57,6 +55,9 @@ from rolltree.training.untrainable import MaskedCalls, note_misspelled
 from rolltree.values.errors import NonFiniteStep, StoreError, TrainingError
 from rolltree.values.state import RAISED
 from rolltree.values.types import RolloutResult, State
+
+if TYPE_CHECKING:
+    from rolltree.training.models.ranks import Ranks
 
 Evaluate = Callable[[str, int], Awaitable[Mapping[str, Any]]]
 """(phase, step) -> metrics. It stores its own rollouts under `phase` and may be called again after
@@ -277,15 +278,17 @@ class _Loop:
         return (*inside, last) if self.config.eval.after else tuple(inside)
 
     def _feed(self) -> Feed:
-        kind: type[Feed] = StreamFeed if self.config.train.async_steps else SyncFeed
-        return kind(
-            self.config,
-            self.rollouts,
-            self.run,
-            warning=NoSignalWarning(self.notify),
-            notify=self.notify,
-            on_progress=self.reporter.on_rollouts,
-        )
+        sources = self.config, self.rollouts, self.run
+        calls: dict[str, Any] = {"notify": self.notify, "on_progress": self.reporter.on_rollouts}
+        is_async = self.config.train.async_steps
+        if not is_async and not self.config.algorithm.dynamic_sampling_max:
+            return Feed(*sources, **calls)
+        from rolltree.training.dynamic_sampling import DynamicFeed
+        from rolltree.training.no_signal_warning import NoSignalWarning
+        from rolltree.training.stream_feed import StreamFeed
+
+        kind = StreamFeed if is_async else DynamicFeed
+        return kind(*sources, warning=NoSignalWarning(self.notify), **calls)
 
     async def _step(self, step: int, feed: Feed) -> dict[str, float]:
         """Take one step, publish its weights, and return its metrics."""

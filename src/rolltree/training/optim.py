@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from rolltree.training.models.ranks import total_norm
+from rolltree.training.models.shards import total_norm
 from rolltree.training.sections import OptimSection
 from rolltree.values.errors import TrainingError
 

@@ -1,7 +1,8 @@
-"""Model, tokenizer, engine and client of a run, from its config.
+"""Model, tokenizer, engine and client of a run, from its config; its trainer and checkpoints.
 
 The embedded engine serves the tensors that the trainer changes, or, with several ranks or adapters,
-a plain copy of the weights; vLLM and servers have copies that `publish` renews.
+a plain copy of the weights; vLLM and servers have copies that `publish` renews. What all ranks do
+together, rank 0 sends to the others (`rank0.py`).
 """
 
 from __future__ import annotations
@@ -11,19 +12,25 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
 from rolltree import wings
 from rolltree.inference.local import local_client
+from rolltree.inference.models import load_model
 from rolltree.store import Run
+from rolltree.training.checkpoint import Checkpoints
+from rolltree.training.checkpoint_formats import export_model
 from rolltree.training.config import REMOVED, TrainConfig, as_started
-from rolltree.training.models.plain_weights import is_adapted
-from rolltree.training.models.ranks import Ranks
+from rolltree.training.models.plain_weights import copy_weights, is_adapted
 from rolltree.training.publishing import WeightTarget, run_hooks
-from rolltree.training.rank0 import adapt, load_trained
+from rolltree.training.trainer import Trainer
 from rolltree.values.errors import ConfigError
+from rolltree.values.types import FloatArray, IntArray
+
+if TYPE_CHECKING:
+    from rolltree.training.models.ranks import Ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,3 +161,74 @@ def open_run(config: TrainConfig) -> Run:
         removed=REMOVED,
         advice=" ".join(advice),
     )
+
+
+def load_trained(config: TrainConfig, ranks: Ranks | None) -> tuple[Any, Any]:
+    """Return the float32 model and its tokenizer; ranks load it on the CPU and shard it later.
+
+    Raises:
+        UnknownName: there is no such model.
+        ConfigError: it cannot be loaded.
+    """
+    # FSDP moves shards to the GPU, which need not hold the whole model (design/0007).
+    device = config.model.device if ranks is None else "cpu"
+    return load_model(config.model.name, "float32", device=device)
+
+
+def adapt(model: Any, config: TrainConfig) -> None:
+    """Add the adapters that the config asks for to a model.
+
+    Raises:
+        ConfigError: see `lora.add_adapter`.
+    """
+    if config.model.lora_rank and not is_adapted(model):  # a model may come with its own
+        from rolltree.training.models.lora import add_adapter
+
+        add_adapter(model, config.model, config.run.seed)
+
+
+def make_trainer(model: Any, config: TrainConfig, ranks: Ranks | None) -> Trainer:
+    """Return the trainer of this process, which leads the other ranks if there are any."""
+    if ranks is None:
+        return Trainer(model, config)
+    from rolltree.training.rank0 import Rank0Trainer
+
+    return Rank0Trainer(model, config, ranks)
+
+
+def make_checkpoints(root: Path, config: TrainConfig, ranks: Ranks | None) -> Checkpoints:
+    """Return the checkpoints below `root`; those of rank 0 lead the other ranks."""
+    kind, section = Checkpoints, config.checkpoint
+    if ranks is not None and ranks.leads:
+        from rolltree.training.rank0 import Rank0Checkpoints
+
+        kind = Rank0Checkpoints
+    return kind(root, section.keep, content=section.format, ranks=ranks)
+
+
+def renew_copy(model: Any, served: Any, ranks: Ranks | None) -> None:
+    """Update the copy that the engine serves, with all ranks; `model` itself needs no update."""
+    # The embedded engine reads the trained tensors themselves.
+    if served is model:
+        return
+    if ranks is not None:
+        ranks.send("copy")
+    copy_weights(model, served)
+
+
+def score_together(model: Any, prompts: IntArray, ranks: Ranks | None) -> FloatArray:
+    """Do what `next_logprobs` does, with all ranks."""
+    from rolltree.training.weight_probe import next_logprobs
+
+    if ranks is not None:
+        ranks.send("score", {"prompts": prompts})
+    return next_logprobs(model, prompts)
+
+
+def export_together(
+    model: Any, tokenizer: Any, path: Path, config: TrainConfig, ranks: Ranks | None
+) -> Path:
+    """Do what `export_model` does, on all ranks."""
+    if ranks is not None:
+        ranks.send("export", {"path": str(path)})
+    return export_model(model, tokenizer, path, ranks=ranks)

@@ -18,7 +18,6 @@ from time import monotonic
 import numpy as np
 
 from rolltree.inference.request_fields import distribution_changes
-from rolltree.inference.retry import WHILE_AWAY as _WAITS
 from rolltree.rollouts import (
     GroupScorer,
     GroupStrategy,
@@ -232,11 +231,18 @@ async def gather(
         again = lost_rollouts(done.values(), engine.source)
         if not again or number == _NUM_REPEATS:
             break
-        await asyncio.sleep(_WAITS.wait_s(number, None))
+        await _wait(number)
     results = tuple(done[request.request_id] for request in requests)
     # Results of rollout workers are decoded here, since long trees would block the event loop.
     await asyncio.to_thread(lambda: [result.states for result in results])
     return Collected(results, num_reused)
+
+
+async def _wait(number: int) -> None:
+    """Wait before failed rollouts run again for the time `number` + 1."""
+    from rolltree.inference.retry import WHILE_AWAY
+
+    await asyncio.sleep(WHILE_AWAY.wait_s(number, None))
 
 
 def lost_rollouts(results: Iterable[RolloutResult], source: RolloutSource) -> set[str]:
@@ -317,7 +323,7 @@ async def until_enough(
                 f"for at most {AWAY_LIMIT_S:g} s."
             )
         # `gather` has already waited `_NUM_REPEATS` times.
-        await asyncio.sleep(_WAITS.wait_s(number + _NUM_REPEATS, None))
+        await _wait(number + _NUM_REPEATS)
         results = await again()
     raise AssertionError("unreachable: the loop returns or raises")
 

@@ -20,41 +20,17 @@ from typing import Any
 import msgspec
 import torch
 
-from rolltree.inference.models import load_model
 from rolltree.training.checkpoint import Checkpoints, TrainState
 from rolltree.training.checkpoint_formats import export_model
 from rolltree.training.config import TrainConfig
-from rolltree.training.models.plain_weights import copy_weights, is_adapted
+from rolltree.training.models.plain_weights import copy_weights
 from rolltree.training.models.ranks import STOP, Ranks, samples_from_data, samples_to_data
 from rolltree.training.optim import Optimizer
-from rolltree.training.publishing import next_logprobs
+from rolltree.training.parts import adapt, load_trained, make_checkpoints
 from rolltree.training.trainer import Exclusive, OnBatch, Trainer
+from rolltree.training.weight_probe import next_logprobs
 from rolltree.values.errors import NonFiniteStep
-from rolltree.values.types import FloatArray, IntArray, Sample
-
-
-def load_trained(config: TrainConfig, ranks: Ranks | None) -> tuple[Any, Any]:
-    """Return the float32 model and its tokenizer; ranks load it on the CPU and shard it later.
-
-    Raises:
-        UnknownName: there is no such model.
-        ConfigError: it cannot be loaded.
-    """
-    # FSDP moves shards to the GPU, which need not hold the whole model (design/0007).
-    device = config.model.device if ranks is None else "cpu"
-    return load_model(config.model.name, "float32", device=device)
-
-
-def adapt(model: Any, config: TrainConfig) -> None:
-    """Add the adapters that the config asks for to a model.
-
-    Raises:
-        ConfigError: see `lora.add_adapter`.
-    """
-    if config.model.lora_rank and not is_adapted(model):  # a model may come with its own
-        from rolltree.training.models.lora import add_adapter
-
-        add_adapter(model, config.model, config.run.seed)
+from rolltree.values.types import Sample
 
 
 class Rank0Trainer(Trainer):
@@ -89,49 +65,6 @@ class Rank0Checkpoints(Checkpoints):
         assert self.ranks is not None
         self.ranks.send("load", {"path": str(path)})
         return super().load(path, model, optimizer)
-
-
-def make_trainer(model: Any, config: TrainConfig, ranks: Ranks | None) -> Trainer:
-    """Return the trainer of this process, which leads the other ranks if there are any."""
-    return Trainer(model, config) if ranks is None else Rank0Trainer(model, config, ranks)
-
-
-def make_checkpoints(root: Path, config: TrainConfig, ranks: Ranks | None) -> Checkpoints:
-    """Return the checkpoints below `root`; those of rank 0 lead the other ranks."""
-    section = config.checkpoint
-    kind = Rank0Checkpoints if ranks is not None and ranks.leads else Checkpoints
-    return kind(
-        root,
-        section.keep,
-        content=section.format,
-        ranks=ranks,
-    )
-
-
-def renew_copy(model: Any, served: Any, ranks: Ranks | None) -> None:
-    """Update the copy that the engine serves, with all ranks; `model` itself needs no update."""
-    # The embedded engine reads the trained tensors themselves.
-    if served is model:
-        return
-    if ranks is not None:
-        ranks.send("copy")
-    copy_weights(model, served)
-
-
-def score_together(model: Any, prompts: IntArray, ranks: Ranks | None) -> FloatArray:
-    """Do what `next_logprobs` does, with all ranks."""
-    if ranks is not None:
-        ranks.send("score", {"prompts": prompts})
-    return next_logprobs(model, prompts)
-
-
-def export_together(
-    model: Any, tokenizer: Any, path: Path, config: TrainConfig, ranks: Ranks | None
-) -> Path:
-    """Do what `export_model` does, on all ranks."""
-    if ranks is not None:
-        ranks.send("export", {"path": str(path)})
-    return export_model(model, tokenizer, path, ranks=ranks)
 
 
 @dataclass(frozen=True, slots=True)

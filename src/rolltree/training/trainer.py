@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -39,7 +39,6 @@ from rolltree.training.logprobs import RecordLogprobs
 from rolltree.training.losses import KLS
 from rolltree.training.metrics import MISMATCH, RecordStats
 from rolltree.training.models.plain_weights import is_adapted
-from rolltree.training.models.ranks import Ranks, shard
 from rolltree.training.objective import (
     FixedTerms,
     check_auxiliary,
@@ -59,6 +58,9 @@ from rolltree.training.untrainable import (
 )
 from rolltree.values.errors import ConfigError, NonFiniteStep, TrainingError
 from rolltree.values.types import Sample
+
+if TYPE_CHECKING:
+    from rolltree.training.models.ranks import Ranks
 
 Exclusive = Callable[[], AbstractContextManager[None]]
 """Returns the context in which nothing but the optimizer touches the weights."""
@@ -103,6 +105,8 @@ class Trainer:
         if config.train.gradient_checkpointing:
             self.logprobs.recompute_layers()
         if ranks is not None:
+            from rolltree.training.models.ranks import shard
+
             shard(self.logprobs, ranks)
             if self.reference is not None and self._whole_kl:
                 # Its logits are made chunk by chunk inside the trained model's pass, where nothing

@@ -12,9 +12,8 @@ from itertools import islice
 from typing import Any
 
 from rolltree._helpers.redact import shown, shown_start
-from rolltree.environments.parsers.parser import text_of
 from rolltree.rollouts.conversation import conversation_of
-from rolltree.values.types import RolloutResult, State
+from rolltree.values.types import RolloutResult, State, text_of
 
 _MOST_CHARACTERS = 20_000
 

@@ -14,20 +14,14 @@ from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict, cast
 
-from rolltree.values.openai_shape import (
-    ResponseChoice,
-    ResponseList,
-    ResponsePart,
-    dump_response,
-    same_value,
-    without_nones,
-)
 from rolltree.values.state import INPUT_FIELDS as INPUT_FIELDS
 from rolltree.values.state import State as State
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
+
+    from rolltree.values.openai_shape import ResponseChoice, ResponsePart
 
     IntArray: TypeAlias = NDArray[np.int32]
     FloatArray: TypeAlias = NDArray[np.float32]
@@ -312,6 +306,8 @@ class ModelResponse:
     @property
     def choices(self) -> list[ResponseChoice]:
         """The one choice."""
+        from rolltree.values.openai_shape import ResponseChoice, ResponseList
+
         return ResponseList([ResponseChoice(self)])
 
     @property
@@ -327,6 +323,8 @@ class ModelResponse:
     @property
     def usage(self) -> ResponsePart:
         """Token counts as OpenAI names them."""
+        from rolltree.values.openai_shape import ResponsePart
+
         prompt, sampled = self.num_prompt_tokens, self.num_completion_tokens
         total = prompt + sampled
         return ResponsePart(prompt_tokens=prompt, completion_tokens=sampled, total_tokens=total)
@@ -334,10 +332,14 @@ class ModelResponse:
     @property
     def prompt_token_ids(self) -> list[int] | None:
         """The prompt's ids, as vLLM names them."""
+        from rolltree.values.openai_shape import ResponseList
+
         return None if self.prompt_ids is None else ResponseList(self.prompt_ids.tolist())
 
     def model_dump(self, *, mode: str = "python", exclude_none: bool = False) -> dict[str, Any]:
         """Return the response as a dict in OpenAI's format, with vLLM's fields for token ids."""
+        from rolltree.values.openai_shape import dump_response, without_nones
+
         dumped = dump_response(self)
         return without_nones(dumped) if exclude_none else dumped
 
@@ -352,6 +354,8 @@ class ModelResponse:
     def __eq__(self, other: Any) -> bool:
         if type(other) is not ModelResponse:
             return NotImplemented
+        from rolltree.values.openai_shape import same_value
+
         mine, theirs = self._values(), other._values()
         # `extends` is a hint for storing, and `raw` may be any object of another client.
         return all(
@@ -503,6 +507,20 @@ def as_input(row: Mapping[str, Any]) -> RolloutInput:
     known = {k: v for k, v in row.items() if v is not None or k not in INPUT_FIELDS}
     known.setdefault("task", "default")
     return cast(RolloutInput, known)
+
+
+def text_of(message: Mapping[str, Any]) -> str:
+    """Return the text of one chat message; the texts of a list of content parts are joined."""
+    content = message.get("content")
+    if isinstance(content, str):
+        return content
+    if isinstance(content, list | tuple):
+        return "".join(
+            part if isinstance(part, str) else str(part.get("text") or "")
+            for part in content
+            if isinstance(part, str | Mapping)
+        )
+    return ""
 
 
 def concat_messages(parts: Sequence[Messages]) -> Messages:

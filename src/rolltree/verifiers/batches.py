@@ -16,14 +16,15 @@ from pathlib import Path
 from typing import Any, TypeAlias, TypeVar, cast
 
 from rolltree._helpers.tasks import run_sync
-from rolltree.environments.batch_runner import (
-    BatchRunner,
+from rolltree.environments.batch_runner import BatchRunner
+from rolltree.environments.dataset import Data
+from rolltree.environments.generate import (
     UnscoredSource,
     mean_of_known,
     metric_lists,
+    requests_of,
     states_of,
 )
-from rolltree.environments.dataset import Data
 from rolltree.inference.client import as_client
 from rolltree.rollouts import RolloutEngine, derive_seed
 from rolltree.rollouts.requests import current_episode
@@ -108,7 +109,7 @@ async def run_batch(
     batch = Batch(args, await maybe_semaphore(max_scoring), client, is_own)
     if not len(inputs):
         return []
-    requests = env._requests(env.rows(inputs), args, 0, 1)
+    requests = requests_of(env, env.rows(inputs), args, 0, 1)
     # The engine's seeds are derived from the rows, so a second `generate` would repeat the first.
     if args.get("seed") is None:
         anew = secrets.randbits(31)

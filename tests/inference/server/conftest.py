@@ -11,6 +11,7 @@ import pytest
 import serve_kit
 from serve_kit import ADD, Served
 
+from chat_templates import extended
 from rolltree.inference.chat import ChatRenderer
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call>'
@@ -31,7 +32,7 @@ def lessons(
         message = renderer.parse(call, tools=[ADD]).message
         tool = {"role": "tool", "content": "5", "tool_call_id": message["tool_calls"][0]["id"]}
         history = [*ASKED, message, tool]
-        whole = renderer.extend(np.array(first + call, np.int32), history, 2, [ADD]).tolist()
+        whole = extended(renderer, np.array(first + call, np.int32), history, 2, [ADD]).tolist()
         learned = [False] * len(first) + [True] * len(call)
         learned += [False] * (len(whole) - len(learned))
         found.append(([*whole, *b"It is 5.", 258], learned))

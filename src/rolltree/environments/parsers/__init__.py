@@ -21,14 +21,14 @@ if TYPE_CHECKING:
     from rolltree.environments.parsers.parser import ThinkParser as ThinkParser
     from rolltree.environments.parsers.parser import extract_boxed_answer as extract_boxed_answer
     from rolltree.environments.parsers.parser import extract_hash_answer as extract_hash_answer
-    from rolltree.environments.parsers.parser import text_of as text_of
     from rolltree.environments.parsers.xml import XMLParser as XMLParser
+    from rolltree.values.types import text_of as text_of
 
 _MODULES = {
     "actions": "ActionParser as_text by_function compose_parsers from_parser one_of tagged "
     "without_thinking",
-    "parser": "MaybeThinkParser Parser ThinkParser extract_boxed_answer extract_hash_answer "
-    "text_of",
+    "parser": "MaybeThinkParser Parser ThinkParser extract_boxed_answer extract_hash_answer",
+    "rolltree.values.types": "text_of",
     "xml": "XMLParser",
 }
 __getattr__ = loader(__name__, _MODULES)

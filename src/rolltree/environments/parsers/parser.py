@@ -4,26 +4,12 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
-from rolltree.values.types import ChatMessage, Messages
+from rolltree.values.types import ChatMessage, Messages, text_of
 
 FormatReward = Callable[..., float]
-
-
-def text_of(message: Mapping[str, Any]) -> str:
-    """Return the text of one chat message; the texts of a list of content parts are joined."""
-    content = message.get("content")
-    if isinstance(content, str):
-        return content
-    if isinstance(content, list | tuple):
-        return "".join(
-            part if isinstance(part, str) else str(part.get("text") or "")
-            for part in content
-            if isinstance(part, str | Mapping)
-        )
-    return ""
 
 
 def identity(text: str) -> Any:

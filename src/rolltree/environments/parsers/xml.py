@@ -11,9 +11,9 @@ from types import SimpleNamespace
 from typing import Any
 
 from rolltree._helpers.untrusted import between
-from rolltree.environments.parsers.parser import Parser, identity, text_of
+from rolltree.environments.parsers.parser import Parser, identity
 from rolltree.values.errors import ConfigError, did_you_mean
-from rolltree.values.types import Messages
+from rolltree.values.types import Messages, text_of
 
 
 class XMLParser(Parser):

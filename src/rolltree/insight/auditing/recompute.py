@@ -200,9 +200,9 @@ class VersionedWeights:
 
     def at(self, version: int) -> Callable[[Sequence[Sample]], FloatArray]:
         """Return a function that computes the logprobs of samples with a version's weights."""
-        from rolltree.training.checkpoint_formats import read_weights
+        from rolltree.training.checkpoint_reading import read_weights
         from rolltree.training.forward import logprob_reader, sample_logprobs
-        from rolltree.training.rank0 import adapt
+        from rolltree.training.parts import adapt
 
         folder = self._folders[version]
         if self._model is None or (folder is None and self._now != version):

@@ -19,7 +19,8 @@ from rolltree.records.columns import ROLLOUTS
 from rolltree.records.trained_steps import trained_groups, trained_steps
 from rolltree.records.values import stored_names, values_of_rows
 from rolltree.store import Run, to_plain
-from rolltree.store.filters import parted, where_clause
+from rolltree.store.conditions import parted
+from rolltree.store.filters import where_clause
 from rolltree.store.metric_names import finite_numbers
 
 # The most rows of a page; to read more at once, read a table (`rt.read_run`).

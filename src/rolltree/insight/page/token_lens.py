@@ -24,7 +24,7 @@ from rolltree.records.token_rows import (
 from rolltree.records.tokenizer import RunTokenizer, shown_tokenizer, why_raw
 from rolltree.samples.resolve import ResolvedRollout, resolve_rollout
 from rolltree.store import Run, StoredRollout, TrainedRollout
-from rolltree.tokens.breaks import NEIGHBOURHOOD_TOKENS
+from rolltree.tokens.break_causes import NEIGHBOURHOOD_TOKENS
 from rolltree.values.errors import UnknownName
 from rolltree.values.types import IntArray, State
 

@@ -7,12 +7,13 @@ quantised base weights are not supported.
 
 from __future__ import annotations
 
+import math
 import re
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
@@ -27,7 +28,7 @@ from rolltree.training.models.plain_weights import (
     is_adapted,
     own_tensors,
 )
-from rolltree.training.models.ranks import whole
+from rolltree.training.models.shards import whole
 from rolltree.training.sections import ModelSection
 from rolltree.values.errors import (
     ConfigError,
@@ -35,6 +36,10 @@ from rolltree.values.errors import (
     did_you_mean,
     import_extra,
 )
+
+if TYPE_CHECKING:
+    pass
+
 
 _PREFIX = "base_model.model."
 _BELOW = ".base_layer"
@@ -467,3 +472,38 @@ def _copy_is_off(model: Any, served: Any, modules: list[Any]) -> bool:
     error, effect = ((x - moved).abs().amax(-1).median() for x in (copied, plain))
     # `not <=` instead of `>`, so that NaN counts as off.
     return not bool(error <= _EXACT * effect + 1e-6 * moved.abs().max())
+
+
+def skeleton(model: Any) -> Any:
+    """Return the model without adapters and without weights, for its configuration."""
+    with torch.device("meta"):  # its own class: transformers finds none for some configurations
+        plain = type(model)._from_config(model.config)
+    plain.generation_config = model.generation_config
+    if hasattr(model, "_weight_conversions"):  # checkpoint names of fused weights
+        plain._weight_conversions = model._weight_conversions
+    return plain
+
+
+def peft_reads(model: Any, adapter: Mapping[str, Tensor], folder: Path) -> bool:
+    """Return whether peft reads the same adapters back from a folder.
+
+    In mixture-of-experts models whose layers peft renames (those of transformers 4) it leaves out
+    shared experts and dense layers, and it refuses output projections of Mamba.
+    """
+    from peft import LoraConfig, PeftModel, load_peft_weights, set_peft_model_state_dict
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            with torch.device("meta"):  # all but the adapters
+                read = PeftModel(skeleton(model), LoraConfig.from_pretrained(str(folder)))
+            for name, module in read.named_modules():
+                if name.endswith(f".{ADAPTER}") and ".lora_" in name:
+                    for parameter in module.to_empty(device="cpu").parameters():
+                        # What peft leaves out stays NaN, which equals nothing.
+                        parameter.data.fill_(math.nan)
+            set_peft_model_state_dict(read, load_peft_weights(str(folder), device="cpu"))
+        except Exception:  # noqa: BLE001  (whatever it is, it would fail elsewhere too)
+            return False
+    made = dict(read.get_base_model().named_parameters())
+    return all(name in made and torch.equal(made[name], value) for name, value in adapter.items())

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rolltree.training.models.ranks import reshard, whole
+from rolltree.training.models.shards import reshard, whole
 from rolltree.values.errors import TrainingError
 
 ADAPTER = "default"
