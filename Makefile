@@ -181,14 +181,14 @@ $(VF_VENV)/.verifiers: tests_compat/requirements.txt
 
 # Without constraints.txt: the agents pin versions of their own, and never import rolltree. Those of
 # tests_agents/apart contradict the others, and each has an environment of its own. openenv comes
-# without what its server does not import: gradio and its 300 MB.
+# without what its server does not import: gradio and its 300 MB; trl for its chat templates only.
 AGENTS_UV := $(AGENTS_VENV)/bin/uv
 $(AGENTS_VENV)/.agents: tests_agents/requirements.txt $(wildcard tests_agents/apart/*.txt) tests_agents/package.json
 	@echo "Installing into $(AGENTS_VENV): agents from PyPI and npm (two to four minutes, 4 GB) ..."
 	@test -x $(AGENTS_VENV)/bin/python || $(PYTHON) -m venv $(AGENTS_VENV)
 	$(AGENTS_VENV)/bin/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt uv
 	$(AGENTS_UV) pip install --quiet --python $(AGENTS_VENV)/bin/python -r tests_agents/requirements.txt
-	$(AGENTS_UV) pip install --quiet --python $(AGENTS_VENV)/bin/python --no-deps openenv==0.10.0
+	$(AGENTS_UV) pip install --quiet --python $(AGENTS_VENV)/bin/python --no-deps openenv==0.10.0 trl==1.16.0
 	@set -e; for list in $(wildcard tests_agents/apart/*.txt); do \
 	  agent=$$(basename $$list .txt); needs=$$(sed -n 's/^# needs Python //p' $$list); \
 	  for python in $(PYTHON) python3.13 python3.12 $(wildcard $(HOME)/.pyenv/versions/3.1*/bin/python) none; do \

@@ -49,6 +49,13 @@ def from_npm() -> Path:
     return packages
 
 
+@pytest.fixture(scope="session")
+def chat_template(agents_python: Path) -> Callable[[str], str]:
+    """Return a vendor's template as `trl` has it, by its name there."""
+    (found,) = agents_python.parents[1].glob("lib/python*/site-packages/trl/chat_templates")
+    return lambda name: (found / f"{name}.jinja").read_text("utf-8")
+
+
 @pytest.fixture
 def tested(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str, Any, str], None]:
     """Check what was recorded of an agent, that nothing was refused, and its row of the page."""

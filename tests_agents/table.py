@@ -16,13 +16,16 @@ from agents_kit import causes
 HERE = Path(__file__).parent
 PAGE = HERE.parent / "docs" / "agents-tested.md"
 HEAD = (
-    "| agent | version | protocol | calls | breaks | sampled tokens trained | taken without effect "
-    "| what it did |\n|---|---|---|---|---|---|---|---|\n"
+    "| agent | version | protocol | calls | breaks | sampled tokens trained | left out of training "
+    "| taken without effect | what it did |\n|---|---|---|---|---|---|---|---|---|\n"
 )
 PACKAGES = {
     "Codex CLI": "@openai/codex",
     "Claude Code": "@anthropic-ai/claude-code",
+    "Claude Code, Qwen3": "@anthropic-ai/claude-code",
+    "Claude Code, Qwen3.5": "@anthropic-ai/claude-code",
     "OpenCode": "opencode-ai",
+    "goose": "@aaif/goose-binary-linux-x64",
     "Qwen Code": "@qwen-code/qwen-code",
     "Vercel AI SDK": "ai",
     "aider": "aider-chat",
@@ -35,13 +38,16 @@ PACKAGES = {
     "crewai": "crewai",
     "autogen": "autogen-agentchat",
     "dspy": "dspy",
+    "agno": "agno",
+    "Strands Agents": "strands-agents[openai]",
 }
 """The agents in the order of the page, and the packages that they are installed from."""
 
 
 def versions() -> dict[str, str]:
     """Return the pinned version of each package."""
-    pinned: dict[str, str] = json.loads((HERE / "package.json").read_text())["dependencies"]
+    package = json.loads((HERE / "package.json").read_text())
+    pinned: dict[str, str] = package["dependencies"] | package["optionalDependencies"]
     for listed in (HERE / "requirements.txt", *HERE.glob("apart/*.txt")):
         pinned |= dict(re.findall(r"^([^#\s=]+)==(\S+)$", listed.read_text(), re.MULTILINE))
     return pinned
@@ -52,22 +58,24 @@ def row_of(agent: str, protocol: str, session: Any, did: str) -> str:
     package = PACKAGES[agent]
     found = causes(session)
     notes = ", ".join(f"`{name}`" for name in sorted(session.notes))
+    left_out = [_begins(session.trajectory[call]) for call in sorted(session.left_out)]
     cells = (
         agent,
         f"`{package}` {versions()[package]}",
         protocol,
         str(len(session.trajectory)),
         ", ".join([str(len(found)), *(f"`{cause}`" for cause in sorted(set(found)))]),
-        _trained(len(session.left_out)),
+        f"once, of {'all' if not left_out else len(session.trajectory) - len(left_out)} calls",
+        ", ".join([str(len(left_out)), *(f"`{each}`" for each in left_out)]),
         notes,
         did,
     )
     return f"| {' | '.join(cells)} |\n".replace("|  |", "| |")
 
 
-def _trained(num_left_out: int) -> str:
-    calls = "a call" if num_left_out == 1 else f"{num_left_out} calls"
-    return f"all, once, but for {calls} beside the task" if num_left_out else "all, once"
+def _begins(step: Any) -> str:
+    """Return how the instructions of a call begin."""
+    return str(re.split(r"[.\n(]", step["prompt"][0]["content"])[0].strip()[:60])
 
 
 def compare(row: str) -> None:

@@ -162,7 +162,7 @@ async def test_pydantic_ai_over_anthropics_protocol(agents_python, tested, tmp_p
         tested("pydantic-ai", "messages", s, "used a tool, and gave an answer of a type, twice")
 
 
-# -- crewai, autogen, dspy -----------------------------------------------------------------------
+# -- crewai, autogen -----------------------------------------------------------------------------
 
 
 async def test_crewai(apart, tested, tmp_path):
@@ -188,6 +188,34 @@ async def test_autogen_team(agents_python, tested, tmp_path):
         assert causes(s) == ["system_or_tools_changed"]
         assert continues(s) == [None, None, None]
         tested("autogen", "chat", s, "two agents in turns; the first used a tool")
+
+
+# -- agno and Strands Agents ---------------------------------------------------------------------
+
+
+@BOTH
+@pytest.mark.parametrize("api", ["chat", "responses", "messages"])
+async def test_agno(agents_python, tested, tmp_path, api, how):
+    client = ScriptedClient(graph_adder, token_delay_s=TOKEN_DELAY_S)
+    async with rt.gateway(client) as g, g.session() as s:
+        said = await play(agents_python, s, tmp_path, "agno_loop", api, how)
+        assert said == {"answer": "It is 42."}
+        assert causes(s) == []
+        assert continues(s) == [None, 0]
+        tested("agno", api, s, "used a tool")
+
+
+@pytest.mark.parametrize("api", ["chat", "responses"])
+async def test_strands_agents(apart, tested, tmp_path, api):
+    async with rt.gateway(ScriptedClient(graph_adder)) as g, g.session() as s:
+        said = await play(apart("strands"), s, tmp_path, "strands_loop", api)
+        assert said == {"answer": "It is 42."}
+        assert causes(s) == []
+        assert continues(s) == [None, 0]
+        tested("Strands Agents", api, s, "used a tool")
+
+
+# -- dspy ----------------------------------------------------------------------------------------
 
 
 def in_fields(messages):

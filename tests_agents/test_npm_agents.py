@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 
 import pytest
-from agents_kit import RIGHT, TASK, calling, causes, continues, num_answers, run
+from agents_kit import RIGHT, TASK, calling, causes, check_recorded, continues, num_answers, run
 
 import rolltree as rt
-from rolltree.testing import ScriptedClient
+from rolltree.inference import ChatRenderer
+from rolltree.testing import ByteTokenizer, ScriptedClient
 
 BOTH = pytest.mark.parametrize("how", ["whole", "streamed"])
 TOKEN_DELAY_S = 0.0002
@@ -84,8 +85,8 @@ CLAUDE = {
 COUNT, NAME = "Count the lines of add.py.", "Say the name of the function in add.py."
 
 
-async def test_claude_code_with_two_sub_agents(from_npm, tested, home, work):
-    path = str(work / "add.py")
+def claude_team(path):
+    """Return the script of a lead, which fixes a file, and of the two sub-agents that it asks."""
     asked = {"subagent_type": "general-purpose", "run_in_background": False}
     lead = in_turn(
         calling(("Read", {"file_path": path})),
@@ -95,6 +96,7 @@ async def test_claude_code_with_two_sub_agents(from_npm, tested, home, work):
             ("Agent", {"description": "name", "prompt": NAME, **asked}),
         ),
         "Fixed.",
+        "It was add.py.",
     )
     count = in_turn(calling(("Bash", {"command": "wc -l add.py", "description": "count"})), "2")
     name = in_turn(calling(("Read", {"file_path": path})), "add")
@@ -103,11 +105,27 @@ async def test_claude_code_with_two_sub_agents(from_npm, tested, home, work):
         said = next(each["content"] for each in messages if each["role"] == "user")
         return (count if COUNT in said else name if NAME in said else lead)(messages)
 
-    async with gateway(team) as g, g.session() as s:
-        command = [from_npm / ".bin" / "claude", "-p", TASK, "--dangerously-skip-permissions"]
-        said = await run([*command, "--output-format=json"], s, home, work, **CLAUDE)
-        done = json.loads(said)
-        assert (done["subtype"], done["result"]) == ("success", "Fixed.")
+    return team
+
+
+@pytest.fixture
+def claude(from_npm, home, work):
+    """Have Claude Code answer a task, and return what it says about it."""
+
+    async def play(session, task, *options):
+        command = [from_npm / ".bin" / "claude", *options, "-p", task, "--output-format=json"]
+        command += ["--dangerously-skip-permissions"]
+        done = json.loads(await run(command, session, home, work, **CLAUDE))
+        assert done["subtype"] == "success"
+        return done
+
+    return play
+
+
+async def test_claude_code_with_two_sub_agents(claude, tested, work):
+    async with gateway(claude_team(str(work / "add.py"))) as g, g.session() as s:
+        done = await claude(s, TASK)
+        assert done["result"] == "Fixed."
         assert done["subagent_stats"]["completed"] == 2
         assert (work / "add.py").read_text() == RIGHT
         found = continues(s)
@@ -117,6 +135,66 @@ async def test_claude_code_with_two_sub_agents(from_npm, tested, home, work):
         # It sends its edit back with a default filled in.
         assert causes(s) == []
         tested("Claude Code", "messages", s, "fixed a file, then two sub-agents in parallel")
+
+
+def in_json(call):
+    """Write a call as Qwen3 does."""
+    name, arguments = call["function"]["name"], call["function"]["arguments"]
+    return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
+
+
+def in_tags(call):
+    """Write a call as Qwen3.5 does."""
+    given = json.loads(call["function"]["arguments"]).items()
+    body = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in given)
+    return f"<tool_call>\n<function={call['function']['name']}>\n{body}</function>\n</tool_call>"
+
+
+def reasoned(script, start, write):
+    """Return the script of a model that reasons before each answer, and writes calls so."""
+
+    def answer(messages):
+        said = script(messages)
+        said = {"content": said} if isinstance(said, str) else said
+        thought = f"{start}Answer {num_answers(messages)} comes next.\n</think>\n\n"
+        return thought + said["content"] + "\n".join(map(write, said.get("tool_calls", ())))
+
+    return answer
+
+
+@pytest.mark.parametrize("history", ["keep", "template"])
+@pytest.mark.parametrize(
+    ("model", "name", "start", "write"),
+    [("Qwen3", "qwen3", "<think>\n", in_json), ("Qwen3.5", "qwen3_5_think", "", in_tags)],
+)
+async def test_claude_code_on_a_vendors_template(
+    claude, chat_template, tested, work, model, name, start, write, history
+):
+    """The templates are the vendor's own, as trl's package has them; each byte is a token."""
+    renderer = ChatRenderer(ByteTokenizer(chat_template(name)), history=history)
+    script = reasoned(claude_team(str(work / "add.py")), start, write)
+    client = ScriptedClient(script, renderer=renderer, token_delay_s=TOKEN_DELAY_S)
+    async with rt.gateway(client) as g, g.session() as s:
+        done = await claude(s, TASK)
+        assert done["result"] == "Fixed."
+        assert done["subagent_stats"]["completed"] == 2
+        assert (work / "add.py").read_text() == RIGHT
+        done = await claude(s, "Which file was it?", "--continue")
+        assert done["result"] == "It was add.py."
+        found = continues(s)
+        assert len(found) == 9
+        shown = renderer.decode(s.trajectory[-1]["tokens"]["prompt_ids"])
+        if history == "template":
+            # Reasoning before the last question is left out, as the templates have it.
+            assert "comes next." not in shown
+            assert causes(s)[:5] == ["reasoning_stripped"] * 5
+            check_recorded(s)
+            return
+        assert shown.count("comes next.") == 4
+        assert found.count(None) == 3
+        assert causes(s) == []
+        did = "the same, with reasoning before each answer, and a second question"
+        tested(f"Claude Code, {model}", "messages", s, did)
 
 
 # -- OpenCode ------------------------------------------------------------------------------------
@@ -138,6 +216,36 @@ async def test_opencode(opencode, tested, work):
         assert sorted(continues(s), key=str) == [1, 2, None, None]
         assert causes(s) == []
         tested("OpenCode", "chat", s, "named the session, and fixed a file")
+
+
+# -- goose ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("api", ["chat", "messages"])
+async def test_goose(from_npm, tested, home, work, api):
+    goose = from_npm / "@aaif" / "goose-binary-linux-x64" / "bin" / "goose"
+    if not goose.exists():
+        pytest.skip("goose's package is for x86-64 Linux")
+    edit = {"path": str(work / "add.py"), "before": "a - b", "after": "a + b"}
+    fix = in_turn(calling(("shell", {"command": "cat add.py"})), calling(("edit", edit)), "Fixed.")
+
+    def script(messages):
+        return "A wrong sign" if "short title" in messages[0]["content"] else fix(messages)
+
+    async with gateway(script) as g, g.session() as s:
+        quiet = {"GOOSE_DISABLE_KEYRING": "1", "GOOSE_TELEMETRY_OFF": "1"}
+        provider = {"chat": "openai", "messages": "anthropic"}[api]
+        model = {"GOOSE_PROVIDER": provider, "GOOSE_MODEL": "any", "GOOSE_MODE": "auto"}
+        if api == "messages":
+            model["ANTHROPIC_HOST"] = s.root_url
+        command = [goose, "run", "--no-session", "--with-builtin", "developer", "-t", TASK]
+        said = await run(command, s, home, work, **model, **quiet)
+        assert "Fixed." in said
+        assert (work / "add.py").read_text() == RIGHT
+        # A title for the session, which it asks for at the same time, and the task.
+        assert sorted(continues(s), key=str) == [1, 2, None, None]
+        assert causes(s) == []
+        tested("goose", api, s, "named the session, and fixed a file")
 
 
 # -- Qwen Code -----------------------------------------------------------------------------------
