@@ -302,14 +302,12 @@ class EventStream(Response):
         pings = asyncio.ensure_future(self._ping(head, writer, send))
         try:
             async for part in stream:
-                is_last = isinstance(part, AgentAnswer)
+                size = part.num_prompt_tokens
                 async with self._sending:
-                    await self._begin(
-                        replace(head, num_prompt_tokens=part.num_prompt_tokens), writer, send
-                    )
-                    for event in (writer.end if is_last else writer.delta)(part):
+                    await self._begin(replace(head, num_prompt_tokens=size), writer, send)
+                    for event in _events_of(part, writer):
                         await self._send(send, event)
-                if is_last:
+                if isinstance(part, AgentAnswer):
                     answers.append(part)
         finally:
             pings.cancel()
@@ -338,6 +336,15 @@ class EventStream(Response):
         async with asyncio.timeout(self._request.app.state.write_timeout_s):
             await send({"type": "http.response.body", "body": data, "more_body": more})
         self._sent_s = time.monotonic()
+
+
+def _events_of(
+    part: AnswerHead | AnswerDelta | AgentAnswer, writer: EventWriter
+) -> Iterable[bytes]:
+    if isinstance(part, AgentAnswer):
+        return writer.end(part)
+    assert isinstance(part, AnswerDelta)
+    return writer.delta(part)
 
 
 def beside(protocol: WireProtocol, side: Any) -> Handler:
