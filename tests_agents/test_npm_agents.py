@@ -227,10 +227,20 @@ async def test_goose(from_npm, tested, home, work, api):
     if not goose.exists():
         pytest.skip("goose's package is for x86-64 Linux")
     edit = {"path": str(work / "add.py"), "before": "a - b", "after": "a + b"}
-    fix = in_turn(calling(("shell", {"command": "cat add.py"})), calling(("edit", edit)), "Fixed.")
+    lead = in_turn(
+        calling(("shell", {"command": "cat add.py"})),
+        calling(("edit", edit)),
+        calling(("delegate", {"instructions": COUNT}), ("delegate", {"instructions": NAME})),
+        "Fixed.",
+    )
+    count = in_turn(calling(("shell", {"command": "wc -l add.py"})), "2")
+    name = in_turn(calling(("shell", {"command": "cat add.py"})), "add")
 
     def script(messages):
-        return "A wrong sign" if "short title" in messages[0]["content"] else fix(messages)
+        said = "".join(each["content"] for each in messages if each["role"] == "user")
+        if "short title" in messages[0]["content"]:
+            return "A wrong sign"
+        return (count if COUNT in said else name if NAME in said else lead)(messages)
 
     async with gateway(script) as g, g.session() as s:
         quiet = {"GOOSE_DISABLE_KEYRING": "1", "GOOSE_TELEMETRY_OFF": "1"}
@@ -242,10 +252,13 @@ async def test_goose(from_npm, tested, home, work, api):
         said = await run(command, s, home, work, **model, **quiet)
         assert "Fixed." in said
         assert (work / "add.py").read_text() == RIGHT
-        # A title for the session, which it asks for at the same time, and the task.
-        assert sorted(continues(s), key=str) == [1, 2, None, None]
+        # A title, for which it asks at the same time, the task, and two sub-agents, whose calls it
+        # sends back in messages of their own.
+        assert continues(s).count(None) == 4
+        assert len(s.trajectory) == 9
         assert causes(s) == []
-        tested("goose", api, s, "named the session, and fixed a file")
+        did = "named the session, fixed a file, then two sub-agents in parallel"
+        tested("goose", api, s, did)
 
 
 # -- Qwen Code -----------------------------------------------------------------------------------

@@ -42,6 +42,35 @@ _OF_ANSWERS = frozenset(
 )
 
 
+def rejoined(messages: list[ChatMessage], answers: Mapping[str, str]) -> list[ChatMessage]:
+    """Return the messages with the calls of an answer in one message, as the model wrote them.
+
+    Some agents (goose) send each call as a message of its own, followed by its result. `answers`
+    names the answer that each call's id is from.
+    """
+    joined: list[ChatMessage] = []
+    at: int | None = None  # of the message that the next call may belong to
+    for message in messages:
+        calls = message.get("tool_calls")
+        if calls:
+            before = () if at is None else joined[at].get("tool_calls") or ()
+            ids = [each.get("id") for each in (*before, *calls)]
+            one = {answers.get(each or "") for each in ids}
+            is_split = len(one) == 1 and None not in one and len(set(ids)) == len(ids)
+            if at is not None and is_split and not _says(message):
+                joined[at] = {**joined[at], "tool_calls": [*before, *calls]}
+                continue
+            at = len(joined)
+        elif message["role"] != "tool":
+            at = None
+        joined.append(message)
+    return joined
+
+
+def _says(message: ChatMessage) -> bool:
+    return bool(message.get("content") or message.get("reasoning_content"))
+
+
 def joined_text(content: object, where: str) -> str:
     """Return the text of a content, which is a string, null, or a list of text parts to join.
 

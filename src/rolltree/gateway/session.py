@@ -37,7 +37,7 @@ from rolltree.gateway.calls import (
 )
 from rolltree.gateway.fields import checked_names
 from rolltree.gateway.journal import JournalFile, KeptCall, KeptSession
-from rolltree.gateway.messages import chat_messages
+from rolltree.gateway.messages import chat_messages, rejoined
 from rolltree.gateway.trained_calls import (
     FinishedCall,
     TrainCalls,
@@ -685,7 +685,7 @@ class GatewaySession:
             call = without_hints(call)
         prompt = call.prompt
         if isinstance(prompt, list):
-            prompt = self._interned(prompt)
+            prompt = self._interned(rejoined(prompt, self._tool_calls))
 
         def listen(delta: ChatMessage) -> None:
             new = AnswerDelta(
