@@ -10,8 +10,7 @@ import time
 import pytest
 
 from rolltree._helpers import threads
-from rolltree._helpers.thread_pool import run_in_pool
-from rolltree._helpers.threads import ThreadInterrupt, run_in_thread
+from rolltree._helpers.threads import ThreadInterrupt, run_in_pool, run_in_thread
 from wait_kit import until
 
 NAME = "rolltree-test-work"

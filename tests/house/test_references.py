@@ -206,7 +206,8 @@ def identifiers():
                 is_docstring = token.type == tokenize.STRING and token.start[0] in shown
                 if token.type != tokenize.COMMENT and not is_docstring:
                     words.update(re.findall(r"\w+", token.string))
-    for path in (*ROOT.glob("src/**/*.js"), *ROOT.glob("*.toml"), *ROOT.glob("examples/**/*.toml")):
+    data = (*ROOT.glob("*.toml"), *ROOT.glob("src/**/*.toml"), *ROOT.glob("examples/**/*.toml"))
+    for path in (*ROOT.glob("src/**/*.js"), *data):
         words.update(re.findall(r"\w+", path.read_text(encoding="utf-8")))
     return words
 

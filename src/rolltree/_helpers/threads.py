@@ -5,7 +5,7 @@ is over or the waiting task is cancelled, `ThreadInterrupt` is raised in the thr
 bytecode of its Python code. Code that hangs inside one C call (a lock, a socket without a timeout,
 a long sleep) cannot be stopped from outside: the thread is abandoned, with a warning, and ends when
 that call returns. Work that may hang like that belongs in a process (`rolltree._helpers.workers`).
-`run_in_pool` (`thread_pool.py`) is for short work that never needs to be stopped.
+`run_in_pool` is for short work that never needs to be stopped.
 """
 
 from __future__ import annotations
@@ -13,14 +13,15 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import ctypes
+import functools
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any, Generic, TypeVar
-
-from rolltree._helpers.thread_pool import run_in_pool as run_in_pool
 
 T = TypeVar("T")
 _LOGGER = logging.getLogger("rolltree._helpers.threads")
@@ -122,3 +123,19 @@ async def run_in_thread(
     except (TimeoutError, asyncio.CancelledError):
         await running.stop()
         raise
+
+
+async def run_in_pool(work: Callable[[], T]) -> T:
+    """Run `work` in a thread of a shared pool with this task's context, and return its result.
+
+    Cancellation does not stop the work.
+    """
+    # Not asyncio's pool, where slow functions of users could delay the writing of files.
+    context = contextvars.copy_context()
+    return await asyncio.get_running_loop().run_in_executor(_pool(), context.run, work)
+
+
+@functools.cache
+def _pool() -> ThreadPoolExecutor:
+    num_threads = min(16, (os.cpu_count() or 1) + 4)
+    return ThreadPoolExecutor(num_threads, thread_name_prefix="rolltree-pool")

@@ -26,6 +26,7 @@ from contextlib import AbstractContextManager
 from typing import IO, Any, Literal
 
 from rolltree._helpers.tasks import wait_shielded
+from rolltree._helpers.threads import run_in_thread
 
 START_LIMIT_S = 60.0
 # A process writes stdout and stderr to a temporary file, which is emptied beyond this size.
@@ -111,8 +112,6 @@ class WorkerPool:
 
     async def call_async(self, value: Any) -> Any:
         """Like `call`, without blocking the event loop; cancellation kills the process."""
-        from rolltree._helpers.threads import run_in_thread
-
         data, limit = encode_frame(value), self._limit(None)
         call = _Call()
         work = run_in_thread(lambda: self._call(data, limit, call), name="rolltree-worker-call")

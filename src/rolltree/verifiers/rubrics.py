@@ -12,7 +12,7 @@ from importlib import import_module
 from typing import Any, TypeVar
 
 from rolltree._helpers.tasks import contained, run_each
-from rolltree._helpers.thread_pool import run_in_pool
+from rolltree._helpers.threads import run_in_pool
 from rolltree.environments import rubrics as rooms
 from rolltree.environments.parsers import extract_boxed_answer
 from rolltree.environments.rubrics.functions import (

@@ -16,7 +16,7 @@ from traceback import walk_tb
 from typing import Any, Literal, TypeAlias, TypeVar
 
 from rolltree._helpers.tasks import contained, run_each, undo_own_cancellation
-from rolltree._helpers.thread_pool import run_in_pool
+from rolltree._helpers.threads import run_in_pool
 from rolltree.values.errors import ConfigError, Escaped, did_you_mean, record_error
 from rolltree.values.types import ErrorRecord, State
 
