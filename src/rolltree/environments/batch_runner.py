@@ -6,7 +6,7 @@ Confidence intervals are in `rolltree.evaluation`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +28,7 @@ from rolltree.values.types import RolloutInput, RolloutRequest, SamplingArgs, St
 
 if TYPE_CHECKING:
     from rolltree.environments.generate import GenerateResults
+    from rolltree.rollouts import RolloutProgress
 
 AT_THE_BEGINNING: Mapping[str, Any] = MappingProxyType(
     {
@@ -196,7 +197,15 @@ class BatchRunner(ABC):
         client: Any,
         model: str | None = None,
         sampling_args: SamplingArgs | None = None,
-        **settings: Any,
+        *,
+        rollouts_per_example: int = 1,
+        score_rollouts: bool = True,
+        max_concurrent: int = 64,
+        time_limit_s: float | None = None,
+        deadline_s: float | None = None,
+        seed: int = 0,
+        on_progress: Callable[[RolloutProgress], None] | None = None,
+        **unknown: Any,
     ) -> GenerateResults:
         """Run rollouts for rows and return them in the rows' order.
 
@@ -211,9 +220,13 @@ class BatchRunner(ABC):
             inputs: the rows.
             client, model: what is asked; a client may have a model of its own.
             sampling_args: OpenAI's fields.
-            settings: `rollouts_per_example` (1), `score_rollouts` (True), `max_concurrent` (64),
-                `time_limit_s` and `deadline_s` (None; see `RolloutEngine`), `seed` (0), and
-                `on_progress`, which gets a `RolloutProgress` after every result.
+            rollouts_per_example: the size of each group.
+            score_rollouts: whether the rubric runs.
+            max_concurrent: the most episodes at a time.
+            time_limit_s, deadline_s: limits of an episode; see `RolloutEngine`.
+            seed: that of all rollouts.
+            on_progress: gets a `RolloutProgress` after every result.
+            unknown: other arguments, which are refused with the nearest name.
 
         Raises:
             ConfigError: the rows, the client or a setting cannot be used. Failed rollouts do not
@@ -221,7 +234,17 @@ class BatchRunner(ABC):
         """
         from rolltree.environments.generate import generate
 
-        return await generate(self, inputs, client, model, sampling_args, **settings)
+        return await generate(
+            *(self, inputs, client, model, sampling_args),
+            rollouts_per_example=rollouts_per_example,
+            score_rollouts=score_rollouts,
+            max_concurrent=max_concurrent,
+            time_limit_s=time_limit_s,
+            deadline_s=deadline_s,
+            seed=seed,
+            on_progress=on_progress,
+            **unknown,
+        )
 
     async def evaluate(
         self,

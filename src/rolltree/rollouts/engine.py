@@ -47,12 +47,14 @@ from rolltree.values.types import (
     ErrorRecord,
     RolloutRequest,
     RolloutResult,
+    Scope,
     State,
     TruncationReason,
 )
 
 if TYPE_CHECKING:
-    from rolltree.rollouts.batch import GeneratedBatch
+    from rolltree.rollouts.batch import Credit, GeneratedBatch
+    from rolltree.samples import TruncationPolicy
 
 logger = logging.getLogger(__name__)
 
@@ -148,16 +150,27 @@ class RolloutEngine:
         return [by_id[request.request_id] for request in listed]
 
     async def generate_batch(
-        self, requests: Iterable[RolloutRequest], **settings: Any
+        self,
+        requests: Iterable[RolloutRequest],
+        *,
+        scope: Scope | None = None,
+        credit: Credit | None = None,
+        whole_groups: bool = False,
+        truncation: TruncationPolicy | None = None,
+        max_seq_len: int | None = None,
     ) -> GeneratedBatch:
-        """Run all requests and return training samples with their metadata.
-
-        `settings` are those of `rollouts.batch.generate_batch`: `scope`, `credit`, `whole_groups`,
-        `truncation`, `max_seq_len`.
-        """
+        """Run all requests and return training samples; see `rollouts.batch.generate_batch`."""
         from rolltree.rollouts.batch import generate_batch
 
-        return await generate_batch(self, requests, **settings)
+        return await generate_batch(
+            self,
+            requests,
+            scope=scope,
+            credit=credit,
+            whole_groups=whole_groups,
+            truncation=truncation,
+            max_seq_len=max_seq_len,
+        )
 
     async def run(self, requests: Iterable[RolloutRequest]) -> AsyncGenerator[RolloutResult, None]:
         """Yield one result per request, as they finish; otherwise like `run_ready`."""
