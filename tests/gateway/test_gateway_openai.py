@@ -212,7 +212,7 @@ PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA
         ({"extra_body": {"guided_magic": 1}}, "guided_magic"),
         ({"tools": [{"type": "custom", "custom": {}}]}, "tools[0].custom.name"),
         ({"tools": [{"type": "function"}]}, "tools[0]"),
-        ({"temperature": -1}, None),
+        ({"temperature": -1}, "temperature"),
         ({"n": 0}, "n"),
     ],
 )

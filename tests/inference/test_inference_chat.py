@@ -294,7 +294,9 @@ def test_append_only_conversations_always_extend(turns: list[tuple[str, str, boo
     ids = np.empty(0, np.int32)
     for number, (question, answer, truncated) in enumerate(turns):
         messages.append(user(question))
-        prompt = CHATML.extend(ids, messages, 2 * number) if number else CHATML.render(messages)
+        prompt = CHATML.render(messages)
+        if number:
+            prompt = extended(CHATML, ids, messages, 2 * number)
         assert prompt[: len(ids)].tolist() == ids.tolist()
         assert prompt.tolist() == CHATML.render(messages).tolist()
         sampled = CHATML.encode_text(answer + "<|im_end|>" * (not truncated), start=False)

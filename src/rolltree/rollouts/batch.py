@@ -77,7 +77,7 @@ async def generate_batch(
     engine: RolloutEngine,
     requests: Iterable[RolloutRequest],
     *,
-    scope: Scope | None = None,
+    scope: Scope = DEFAULT_SCOPE,
     credit: Credit | None = None,
     whole_groups: bool = False,
     truncation: TruncationPolicy | None = None,
@@ -91,7 +91,7 @@ async def generate_batch(
 
     Args:
         requests: the requests to run.
-        scope: how trajectories become samples, the default of `build_samples` if None.
+        scope: how trajectories become samples; see `build_samples`.
         credit: computes the advantages, for example `partial(assign_credit, credit="grpo")`.
             Without it, the advantages of the states and steps are used, or 0 if they have none
             (`num_calls_without_advantage` counts these calls).
@@ -99,7 +99,6 @@ async def generate_batch(
         truncation: what to do with truncated episodes; default: what `credit` decided.
         max_seq_len: cut every path to this many tokens.
     """
-    scope = scope or DEFAULT_SCOPE
     results = await engine.run_all(requests)
     failed: dict[str, list[ErrorRecord]] = {}
     for result in results:

@@ -42,6 +42,7 @@ from rolltree.rollouts.requests import (
     with_tools,
 )
 from rolltree.rollouts.settle import settle_state, settle_states
+from rolltree.samples import DEFAULT_SCOPE
 from rolltree.values.errors import ConfigError, RolloutTimeout, record_error
 from rolltree.values.types import (
     ErrorRecord,
@@ -153,7 +154,7 @@ class RolloutEngine:
         self,
         requests: Iterable[RolloutRequest],
         *,
-        scope: Scope | None = None,
+        scope: Scope = DEFAULT_SCOPE,
         credit: Credit | None = None,
         whole_groups: bool = False,
         truncation: TruncationPolicy | None = None,
