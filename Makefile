@@ -97,6 +97,7 @@ bench: $(VENV)/.dev ## run every benchmark and check its bars
 	@set -e; for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python $$script --check; done
 
 docs: $(VENV)/.dev ## rewrite the outputs of commands that docs/ shows
+	cd tests && $(abspath $(BIN))/python -m golden.keywords
 	cd tests && $(abspath $(BIN))/python -m golden.outputs $(ARGS)
 
 site: $(SITE_VENV)/.site ## build docs/ as a site in build/site, with the reference of every public name (warnings are errors)

@@ -116,7 +116,7 @@ def invoke(*words, env=None):
 
 
 def test_version():
-    assert invoke("--version").stdout.strip() == __version__
+    assert invoke("--version").stdout.strip() == f"rolltree {__version__}"
 
 
 def test_models():

@@ -214,3 +214,27 @@ def test_the_environments_parser_reaches_every_rubric_without_its_own():
     group.adopt_parser(given)
     assert [rubric.parser for rubric in rubrics] == [given, own]
     assert group.parser is given
+
+
+@pytest.mark.parametrize("order", [(None, 0.5), (0.5, None)])
+def test_a_function_that_returns_none_does_not_apply_and_changes_nothing(order):
+    first, second = order
+    rubric = Rubric([constant("a", first), constant("b", second)], weights=[2.0, 2.0])
+    state = score(rubric, a_state())
+    assert (state["reward"], state["error"]) == (1.0, None)
+    assert state["metrics"] == {"a": first, "b": second}
+    assert "scoring_errors" not in state
+
+
+def test_if_no_function_scores_a_rollout_it_is_said():
+    rubric = Rubric([constant("a", None), constant("b", None), constant("c", 1.0)], [1.0, 1.0, 0.0])
+    state = score(rubric, a_state())
+    assert state["scoring_errors"].keys() == {"a", "b"}
+    assert "returned None" in state["scoring_errors"]["a"]["message"]
+    assert (state["reward"], state["metrics"]["c"]) == (0.0, 1.0)
+
+
+def test_a_metric_that_does_not_apply_is_no_error():
+    state = score(Rubric([constant("a", 1.0), constant("b", None)], [1.0, 0.0]), a_state())
+    assert (state["reward"], state["metrics"]) == (1.0, {"a": 1.0, "b": None})
+    assert "scoring_errors" not in state

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import rolltree.training as room
+from golden import keywords
 from rolltree.samples import TruncationPolicy
 from rolltree.scale.cluster import beat, broker, driver
 from rolltree.scale.cluster.roster import Roster
@@ -26,6 +27,7 @@ from rolltree.training import (
     sections,
     tracking,
 )
+from rolltree.training.launch import train_async
 from rolltree.values.errors import ConfigError, RolltreeError, UnknownName
 
 SECTIONS = config.SECTIONS
@@ -221,3 +223,14 @@ def test_a_cluster_refuses_the_number_of_rollouts_that_it_does_not_read():
     load_train_config({"cluster": workers})
     with pytest.raises(ConfigError, match=r"engine\.max_concurrent.*cluster\.slots_per_worker"):
         load_train_config({"cluster": workers, "engine": {"max_concurrent": 256}})
+
+
+def test_the_keywords_that_editors_complete_are_the_settings():
+    assert keywords.FILE.read_text(encoding="utf-8") == keywords.text()
+    names = re.findall(r"^    (\w+): ", keywords.text(), re.MULTILINE)
+    taken = {*inspect.signature(train_async).parameters, *SECTIONS}
+    for name in names:
+        if name not in taken:
+            with pytest.raises(ConfigError, match="is "):  # of a type that no setting has
+                load_train_config(**{name: object()})
+    assert set(names) >= {"num_steps", "lr", "run_dir", "sampling_max_tokens", "quiet", "tokenizer"}

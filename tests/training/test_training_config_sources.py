@@ -57,6 +57,33 @@ def test_what_is_no_override(override):
         apply_override({}, override)
 
 
+def test_overrides_have_the_names_of_keywords():
+    overrides = ["num_steps=3", "model=tiny", "sampling_max_tokens=8", "optim={lr = 1e-5}"]
+    config = load_train_config({"optim": {"beta1": 0.5}}, overrides)
+    assert (config.train.num_steps, config.model.name) == (3, "tiny")
+    assert (config.sampling.max_tokens, config.optim.lr, config.optim.beta1) == (8, 1e-5, 0.5)
+    with pytest.raises(ConfigError, match="there is no setting 'num_stepz'"):
+        load_train_config(overrides=["num_stepz=3"])
+    with pytest.raises(ConfigError, match="is a key of several sections"):
+        load_train_config(overrides=["max_tokens=3"])
+
+
+def test_all_unknown_names_are_told_at_once():
+    data = {
+        "train": {"num_stepz": 3, "seed": 1, "num_steps": 2},
+        "optimizer": {},
+        "optim": {"l": 1},
+    }
+    with pytest.raises(ConfigError) as caught:
+        load_train_config(data)
+    first, *lines = str(caught.value).splitlines()
+    assert first == "the config has 4 names that are not known:"
+    assert [line.split()[2].strip(".'") for line in lines] == [
+        *("train.num_stepz", "train.seed", "optimizer", "optim.l"),
+    ]
+    assert "Did you mean 'num_steps'?" in lines[0]
+
+
 def test_a_key_inside_a_value():
     with pytest.raises(ConfigError, match=r"inside optim\.lr, which is a value"):
         apply_override({"optim": {"lr": 1.0}}, "optim.lr.base=2")

@@ -121,7 +121,7 @@ app = Program(
     help="Reinforcement learning of LLM agents on the exact tokens the engine saw and sampled.",
     context_settings={"show_default": True},
 )
-click.version_option(__version__, message="%(version)s", help="Show the version.")(app)
+click.version_option(__version__, message="rolltree %(version)s", help="Show the version.")(app)
 
 
 class SafeFormatter(logging.Formatter):

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 from rolltree._helpers.redact import redact
 from rolltree._helpers.tasks import run_sync, yield_fairly
@@ -28,6 +28,9 @@ from rolltree.store import Run, StoredRollout, is_lost, to_plain
 from rolltree.store.weights import environments_of, note_weights
 from rolltree.values.errors import ConfigError, refuse_unknown
 from rolltree.values.types import RolloutRequest, RolloutResult, SamplingArgs, SamplingParams
+
+if TYPE_CHECKING:
+    from rolltree.evaluation.keywords import EvalKeywords
 
 logger = logging.getLogger("rolltree.evaluation")
 
@@ -82,7 +85,7 @@ class ProgressCounts:
 _COUNTED = [each.name for each in fields(EvalProgress) if each.name != "mean_reward"]
 
 
-def evaluate(source: RolloutSource, client: object, **settings: Any) -> EvalReport:
+def evaluate(source: RolloutSource, client: object, **settings: Unpack[EvalKeywords]) -> EvalReport:
     """Evaluate a model on a split of a source and return the report.
 
         report = rt.evaluate(env, client, num_examples=50, sampling={"max_tokens": 256})

@@ -179,7 +179,8 @@ def load_train_config(
 
     Args:
         config: a TOML file, plain data, or a config; None for the defaults.
-        overrides: `"section.key=value"`, as on the command line; values are TOML, or strings.
+        overrides: `"section.key=value"` or the names of `settings`, as on the command line; values
+            are TOML, or strings.
         settings: a section (`optim={"lr": 1e-5}`; `model="tiny"` sets its name), a key that only
             one section has (`num_steps=20`), or any key after its section's name
             (`sampling_max_tokens=8`).
@@ -206,7 +207,7 @@ def load_train_config(
 
         apply_override(data, override)
     for name, value in settings.items():
-        _apply_setting(data, name, value)
+        apply_setting(data, name, value)
     # Before msgspec, whose error would not name the nearest key.
     _check_names(data)
     try:
@@ -240,14 +241,15 @@ _MAIN_KEY = {"run": "dir", "model": "name", "env": "id", "algorithm": "name", "e
 """The key that `section=value` sets if the value is not a mapping."""
 
 
-def _apply_setting(data: dict[str, Any], name: str, value: Any) -> None:
+def apply_setting(data: dict[str, Any], name: str, value: Any) -> None:
+    """Set a section, or a key by its own name or after its section's, in a config's data."""
     if name in SECTIONS:
         if not isinstance(value, Mapping) and name in _MAIN_KEY:
             value = {_MAIN_KEY[name]: value}
         # A keyword adds to the file's section and does not replace it.
         data[name] = {**_section(data, name), **value} if isinstance(value, Mapping) else value
         return
-    keys = {(s, key): (key, f"{s}_{key}") for s in SECTIONS for key in _keys(s)}
+    keys = {(s, key): (key, f"{s}_{key}") for s in SECTIONS for key in keys_of(s)}
     places = [place for place, names in keys.items() if name in names]
     if len(places) > 1:
         ways = ", ".join(f"{section}_{key}" for section, key in places)
@@ -275,22 +277,22 @@ def _section(data: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     return section
 
 
-def _keys(section: str) -> tuple[str, ...]:
+def keys_of(section: str) -> tuple[str, ...]:
+    """Return the keys of a section."""
     keys: tuple[str, ...] = SECTIONS[section].__struct_fields__
     return keys
 
 
 def _check_names(data: Mapping[str, Any]) -> None:
-    for section, values in data.items():
-        if section not in SECTIONS:
-            from rolltree.training.config_input import meant
+    unknown = [place for section, values in data.items() for place in _unknown_in(section, values)]
+    if unknown:
+        from rolltree.training.config_input import unknown_keys
 
-            raise ConfigError(f"the config has no section {section!r}.{meant(section, SECTIONS)}")
-        for key in values if isinstance(values, Mapping) else ():
-            if key not in _keys(section):
-                from rolltree.training.config_input import meant, was_removed
+        raise ConfigError(unknown_keys(unknown))
 
-                place = f"{section}.{key}"
-                is_old = place in REMOVED
-                hint = was_removed(place) if is_old else meant(str(key), _keys(section))
-                raise ConfigError(f"the config has no key {place}.{hint}")
+
+def _unknown_in(section: str, values: Any) -> list[str]:
+    if section not in SECTIONS:
+        return [section]
+    keys = values if isinstance(values, Mapping) else ()
+    return [f"{section}.{key}" for key in keys if key not in keys_of(section)]

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from rolltree._helpers.untrusted import read_toml
-from rolltree.training.config import REMOVED, SECTIONS
+from rolltree.training.config import REMOVED, SECTIONS, apply_setting, keys_of
 from rolltree.values.errors import ConfigError, did_you_mean
 
 _OTHER_NAMES = Path(__file__).with_name("other_names.toml")
@@ -49,6 +49,24 @@ def was_removed(place: str) -> str:
     return f" It was removed: {REMOVED[place][1]}. Leave it out."
 
 
+def unknown_keys(places: Sequence[str]) -> str:
+    """Return the message for keys and sections that a config has and settings do not."""
+    hints = []
+    for place in places:
+        section, dot, key = place.partition(".")
+        if place in REMOVED:
+            hint = was_removed(place)
+        else:
+            hint = meant(key, keys_of(section)) if dot else meant(section, SECTIONS)
+        hints.append(f"key {place}.{hint}" if dot else f"section {section!r}.{hint}")
+    if len(hints) == 1:
+        return f"the config has no {hints[0]}"
+    # At once: one after the other, each would cost its writer a start.
+    return f"the config has {len(hints)} names that are not known:\n" + "\n".join(
+        f"  no {hint}" for hint in hints
+    )
+
+
 def invalid(data: Any, where: str, text: str) -> str:
     """Return the message for a value that msgspec refused at the dotted key `where`."""
     names = where.split(".")
@@ -75,11 +93,13 @@ def _choices(names: Sequence[str]) -> list[str]:
 
 
 def apply_override(data: dict[str, Any], override: str) -> None:
-    """Set one dotted key in nested data; a value that is not TOML is a string.
+    """Set one key in nested data; a value that is not TOML is a string.
+
+    A name without dots is found as Python's keywords are.
 
     >>> data = {"optim": {"lr": 1.0}}
-    >>> apply_override(data, "optim.lr=1e-5"); data
-    {'optim': {'lr': 1e-05}}
+    >>> apply_override(data, "optim.lr=1e-5"); apply_override(data, "num_steps=3"); data
+    {'optim': {'lr': 1e-05}, 'train': {'num_steps': 3}}
 
     Raises:
         ConfigError: there is no `=`, an empty key, or a key inside a value that is not a section.
@@ -88,8 +108,12 @@ def apply_override(data: dict[str, Any], override: str) -> None:
     names = key.strip().split(".")
     if not equals or not all(names):
         raise ConfigError(
-            f"{override!r} is not an override. Write section.key=value, such as optim.lr=1e-5."
+            f"{override!r} is not an override. Write key=value or section.key=value, such as "
+            "optim.lr=1e-5."
         )
+    if len(names) == 1:
+        apply_setting(data, names[0], parse_value(text.strip()))
+        return
     section = data
     for depth, name in enumerate(names[:-1], start=1):
         section = section.setdefault(name, {})

@@ -20,7 +20,7 @@ from contextlib import (
 )
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, Unpack, cast
 
 from rolltree._helpers.redact import remember, secrets_in
 from rolltree._helpers.tasks import run_sync
@@ -42,6 +42,7 @@ from rolltree.values.errors import ConfigError, Stopped, StoreError
 
 if TYPE_CHECKING:
     from rolltree.training import Evaluate, TrainParts, WeightTarget
+    from rolltree.training.keywords import TrainKeywords, TrainSettings
     from rolltree.training.models.ranks import Ranks
 
 RENDEZVOUS = "ROLLTREE_RENDEZVOUS"
@@ -68,7 +69,7 @@ def train(
     *,
     environment: RolloutSource | Mapping[str, Any] | str | Path | None = None,
     model: Any = None,
-    **options: Any,
+    **options: Unpack[TrainKeywords],
 ) -> TrainReport:
     """Train a model by reinforcement learning and return a report, which can be printed.
 
@@ -126,7 +127,7 @@ async def train_async(
     command: Sequence[str] | None = None,
     run: Run | Mapping[str, Any] | str | Path | None = None,
     cluster: Outside | None = None,
-    **settings: Any,
+    **settings: Unpack[TrainSettings],
 ) -> TrainReport:
     """Do what `train` does in the running event loop.
 
@@ -152,7 +153,8 @@ async def train_async(
     if _is_source(config) and environment is None:
         config, environment = None, cast(RolloutSource, config)
     named = {"env": environment, "engine": engine, "run": run, "model": model}
-    objects = {name: _object(name, given, settings) for name, given in named.items()}
+    values = cast(dict[str, Any], settings)
+    objects = {name: _object(name, given, values) for name, given in named.items()}
     world, target, opened, model = objects.values()
     _check_arguments(
         config,

@@ -55,14 +55,33 @@ class Scores:
     scored: bool = False
     # Whether the model made a call, so that an error may follow from what it wrote.
     answered: bool = False
+    # Functions that returned None: they do not apply to this rollout.
+    left_out: list[RewardFunction] = field(default_factory=list)
+    # Whether a weighted function has scored it, or failed.
+    has_score: bool = False
 
     def add(self, function: RewardFunction, outcome: RawScore) -> None:
-        """Add one function's score of this rollout."""
+        """Add one function's score of this rollout; None if the function does not apply to it."""
         self.scored = True
+        if outcome is None:
+            self.metrics[function.name] = None
+            self.left_out.append(function)
+            return
         value = self._number(function, outcome)
         self.metrics[function.name] = value
+        self.has_score |= bool(function.weight)
         if self.reward is not None and value is not None:
             self.reward += function.weight * value
+
+    def finish(self) -> None:
+        """Make None an error of the weighted functions if none of them has scored the rollout."""
+        # A rollout without any score would count as 0, and be taken for a wrong answer: rather a
+        # `return` is missing.
+        if self.has_score or self.step_rewards is not None:
+            return
+        for function in self.left_out:
+            if function.weight:
+                self.metrics[function.name] = self._number(function, None)
 
     def add_steps(self, function: RewardFunction, outcomes: Sequence[RawScore]) -> None:
         """Add one function's score of each step; the metric is the sum over the steps."""
@@ -324,6 +343,7 @@ def _distribute(
     for index, found in enumerate(scores):
         for function in step_functions:
             found.add_steps(function, by_step[index, function.name])
+        found.finish()
 
 
 def _spread(function: RewardFunction, outcome: RawScore, num: int) -> list[RawScore]:
