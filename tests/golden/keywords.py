@@ -47,14 +47,13 @@ class TrainKeywords(TrainSettings, total=False):
     num_transcripts: int
     command: Sequence[str] | None
     run: Run | Mapping[str, Any] | str | Path | None
-    cluster: Outside | None
+    cluster: Any  # what `rolltree.training.launch` calls `Outside`
 '''
 _IMPORTS = {
     "rolltree.inference": "ModelClient",
     "rolltree.store": "Run",
     "rolltree.training": "Evaluate Reporter WeightTarget",
     "rolltree.training.advantages": "BaselineName OnError",
-    "rolltree.training.launch": "Outside",
     "rolltree.values.types": "Scope",
 }
 _OWN = {"environment", "model", "engine", "run", "env", "cluster"}

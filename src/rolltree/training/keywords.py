@@ -13,7 +13,6 @@ from rolltree.inference import ModelClient
 from rolltree.store import Run
 from rolltree.training import Evaluate, Reporter, WeightTarget
 from rolltree.training.advantages import BaselineName, OnError
-from rolltree.training.launch import Outside
 from rolltree.training.sections import (
     AtLeast0,
     AtLeast1,
@@ -262,4 +261,4 @@ class TrainKeywords(TrainSettings, total=False):
     num_transcripts: int
     command: Sequence[str] | None
     run: Run | Mapping[str, Any] | str | Path | None
-    cluster: Outside | None
+    cluster: Any  # what `rolltree.training.launch` calls `Outside`
