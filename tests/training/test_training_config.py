@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 
 import rolltree.training as room
 from golden import keywords
+from rolltree.evaluation import evaluate_async
+from rolltree.evaluation.keywords import EvalKeywords
 from rolltree.samples import TruncationPolicy
 from rolltree.scale.cluster import beat, broker, driver
 from rolltree.scale.cluster.roster import Roster
@@ -234,3 +236,8 @@ def test_the_keywords_that_editors_complete_are_the_settings():
             with pytest.raises(ConfigError, match="is "):  # of a type that no setting has
                 load_train_config(**{name: object()})
     assert set(names) >= {"num_steps", "lr", "run_dir", "sampling_max_tokens", "quiet", "tokenizer"}
+
+
+def test_the_keywords_of_evaluate_are_those_of_evaluate_async():
+    taken = inspect.signature(evaluate_async).parameters
+    assert [*EvalKeywords.__annotations__] == [*taken][2:-1]
